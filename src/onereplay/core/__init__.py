@@ -1,0 +1,1 @@
+"""The core: integers, tensors and graphs. Imports no Hugging Face and no HTTP."""
