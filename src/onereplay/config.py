@@ -1,8 +1,8 @@
 """Options of the encoder: one frozen object, built and checked once, the same from every entry point.
 
-`EncoderCudaGraphConfig(...)` takes keywords; `load_config` merges, weakest first, the defaults, a TOML or JSON file, the
-environment (`ONEREPLAY_*`) and flags. Both refuse unknown names and bad values with the value, the rule and the fix,
-before a weight is loaded.
+`EncoderCudaGraphConfig(...)` takes keywords; `load_config` merges, weakest first, the defaults, a TOML or JSON file,
+the environment (`ONEREPLAY_*`) and flags. Both refuse unknown names and bad values with the value, the rule and the
+fix, before a weight is loaded.
 """
 
 import json
@@ -118,9 +118,10 @@ def load_config(
     """One config from all sources; a later source overrides an earlier one.
 
     Args:
-        file: a `.toml` or `.json` file of options, at the top level or under `[onereplay]`; defaults to the file that
-            `ONEREPLAY_CONFIG` names, if set.
-        environment: `ONEREPLAY_<OPTION>` values as text; defaults to the process environment. Lists are comma separated.
+        file: a `.toml` or `.json` file of options, at the top level or under `[onereplay]`; defaults to the file
+            that `ONEREPLAY_CONFIG` names, if set.
+        environment: `ONEREPLAY_<OPTION>` values as text; defaults to the process environment. Lists are comma
+            separated.
         flags: options given on a command line; `None` values count as not given.
 
     Raises:

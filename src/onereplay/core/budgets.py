@@ -88,7 +88,7 @@ def _tile_budgets(minimum: int, maximum: int, item_tokens: int) -> tuple[int, ..
     return tuple(sorted(level for level in grid if level in exact or level > exact[-1]))
 
 
-def normalize_budgets(budgets: Iterable[int], *, item_tokens: int = 1) -> tuple[int, ...]:
+def normalize_budgets(budgets: object, *, item_tokens: int = 1) -> tuple[int, ...]:
     """A user's own list, sorted, without repeats, each rounded up to a multiple of `item_tokens`.
 
     Raises:

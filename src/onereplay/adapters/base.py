@@ -1,0 +1,156 @@
+"""What every adapter shares. The protocol itself is `onereplay.core.protocol.SupportsEncoderCudaGraph`.
+
+An adapter is made from a model's configuration alone or with its modules. The configuration is enough for sizes, items,
+plans and capacities, so those answer before any weight is loaded; `forward` needs the modules.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Generic
+
+import torch
+from torch import Tensor
+
+from onereplay.config import EncoderCudaGraphConfig
+from onereplay.core.buffers import Buffers, Packed
+from onereplay.core.items import Item, Modality
+from onereplay.core.plan import Capacity
+from onereplay.core.protocol import BatchT, PathSpec
+from onereplay.errors import InputError, UnsupportedModelError
+
+MAX_BATCH_TOKENS = 16_384
+"""What `max_token_budget=None` means: the most tokens of one image in the published processors, and the largest budget
+of earlier encoder-graph designs."""
+
+
+class Adapter(ABC, Generic[BatchT]):
+    """One model.
+
+    Args:
+        config: the whole model's transformers configuration (with `vision_config`).
+        model: the stock base model (the one with `get_image_features`), or None for sizes alone.
+        attention: a back end of `onereplay.attention`, or `auto`.
+    """
+
+    model_type: ClassVar[str]
+    parts: ClassVar[tuple[str, ...]]
+    """Names of the vision modules in the stock base model."""
+    modalities: ClassVar[tuple[Modality, ...]]
+    engine: ClassVar[str]
+    max_batch_tokens: ClassVar[int] = MAX_BATCH_TOKENS
+
+    def __init__(self, config: Any, model: Any = None, attention: str = "auto") -> None:
+        self.config = config
+        self.attention = attention
+        self._model = model
+
+    @property
+    def model(self) -> Any:
+        """The stock base model."""
+        if self._model is None:
+            raise UnsupportedModelError(
+                f"this {type(self).__name__} was made from a configuration alone; give it a model"
+            )
+        return self._model
+
+    @property
+    def weight(self) -> Tensor:
+        """The first floating-point weight of the vision modules: it says where they are and in which dtype."""
+        modules = (getattr(self.model, part) for part in self.parts)
+        found: Tensor = next(p for module in modules for p in module.parameters() if p.is_floating_point())
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of pixels and outputs."""
+        return self.weight.dtype
+
+    @abstractmethod
+    def batch(self, **inputs: Any) -> BatchT:
+        """The adapter's batch from what the model's processor returns.
+
+        Raises:
+            InputError: a name is unknown, or shapes do not fit together; names the value and the rule.
+        """
+
+    @abstractmethod
+    def join(self, batches: Sequence[BatchT]) -> BatchT:
+        """Several batches as one, items in order."""
+
+    @abstractmethod
+    def paths(self) -> Mapping[str, PathSpec]:
+        """The encoder's paths and their buffers."""
+
+    @abstractmethod
+    def capacities(self, path: str, config: EncoderCudaGraphConfig) -> Sequence[Capacity]:
+        """What to capture, ascending."""
+
+    @abstractmethod
+    def pack(self, path: str, batch: BatchT) -> Packed:
+        """The host side of one path of a batch."""
+
+    @abstractmethod
+    def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
+        """The path's results."""
+
+    @abstractmethod
+    def assemble(self, rows: Mapping[str, Sequence[Tensor]], batch: BatchT) -> list[Tensor]:
+        """One tensor an item."""
+
+    def _refuse_modality(self, item: Item) -> None:
+        if item.modality not in self.modalities:
+            takes = " and ".join(f"{modality.value}s" for modality in self.modalities)
+            raise InputError(f"{self.model_type} takes {takes}, not a {item.modality.value}")
+
+
+def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:
+    """A small integer table (`image_grid_thw`, `spatial_shapes`) as Python lists: `(N, columns)`.
+
+    A table on the device is read back, which waits for the device: keep it on the CPU, where processors make it.
+
+    Raises:
+        InputError: not a table of `columns` integers.
+    """
+    rows = value.tolist() if hasattr(value, "tolist") else [list(row) for row in value]
+    if any(not isinstance(row, list) or len(row) != columns for row in rows):
+        raise InputError(f"{name} must have {columns} columns, got {rows!r:.80}")
+    if any(isinstance(entry, bool) or not isinstance(entry, int) for row in rows for entry in row):
+        raise InputError(f"{name} must hold integers, got {rows!r:.80}")
+    return rows
+
+
+def tile_counts(name: str, counts: Any, num_tiles: int) -> list[int]:
+    """How many tiles each item has; one each where nothing is said.
+
+    Raises:
+        InputError: the counts are not positive integers or do not add up to the tiles.
+    """
+    if counts is None:
+        return [1] * num_tiles
+    listed = counts.tolist() if hasattr(counts, "tolist") else list(counts)
+    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in listed):
+        raise InputError(f"{name}={listed!r:.80} must be positive integers, one an image")
+    if sum(listed) != num_tiles:
+        raise InputError(f"{name} adds up to {sum(listed)} tiles, pixel_values has {num_tiles}")
+    return listed
+
+
+def refuse_unknown(inputs: Mapping[str, Any], allowed: Sequence[str], model_type: str) -> dict[str, Any]:
+    """The inputs that are given (not None), all of known names.
+
+    Raises:
+        InputError: an unknown name, with the known ones.
+    """
+    given = {name: value for name, value in inputs.items() if value is not None}
+    unknown = sorted(set(given) - set(allowed))
+    if unknown:
+        raise InputError(
+            f"{model_type} does not take {', '.join(unknown)}; it takes {', '.join(allowed)}"
+            f"{' (precomputed embeddings need no encoder)' if any('embeds' in name for name in unknown) else ''}"
+        )
+    return given

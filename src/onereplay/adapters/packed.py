@@ -1,0 +1,153 @@
+"""The packed engine: rows of patches of the whole batch one behind the other, told apart by cumulative lengths.
+
+What a model adds: its buffers, the metadata of one grid (`piece`), and `forward`. Captured rows come from the budget
+alone: `tokens * merge**2`.
+"""
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from onereplay.adapters.base import Adapter
+from onereplay.config import EncoderCudaGraphConfig
+from onereplay.core.assembly import split_rows
+from onereplay.core.buffers import Array, Declaration, Output, Packed
+from onereplay.core.items import Item, Modality, PathSize
+from onereplay.core.plan import Capacity
+from onereplay.core.protocol import PathSpec
+from onereplay.errors import InputError
+from onereplay.geometry import Grid
+
+PATH = "vision"
+PIECES_KEPT = 256
+"""Grids whose metadata is kept; the largest grid of a 16,384-token image takes about 1.2 MiB."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Items of a packed model. An item has one grid (an image, a video) or several (tiles)."""
+
+    items: tuple[Item, ...]
+    grids: tuple[Grid, ...]
+    """Of all items, in order."""
+    pixels: tuple[Tensor, ...]
+    """Tensors `(rows, patch_dim)` whose rows follow one another, in the order of the grids."""
+
+
+class PackedAdapter(Adapter[PackedBatch]):
+    """What all packed models share.
+
+    Capacity rule: a budget of T tokens has `T * merge**2` patch rows and `min(T, slots)` real sequences, since every
+    sequence has at least one token; `slots` is the larger of `max_items_per_batch` and `max_frames_per_batch`.
+    """
+
+    engine = "packed"
+    max_sequence_patches: ClassVar[int | None] = None
+    """The longest sequence that the processor makes, if it has a bound; else a sequence may fill the budget."""
+
+    def __init__(self, config: Any, model: Any = None, attention: str = "auto") -> None:
+        super().__init__(config, model, attention)
+        self._piece: Callable[[Grid], Mapping[str, Array]] = functools.lru_cache(PIECES_KEPT)(self.piece)
+        self._size: Callable[[Grid], PathSize] = functools.lru_cache(PIECES_KEPT)(self.size)
+
+    @property
+    @abstractmethod
+    def merge(self) -> int:
+        """The side of a merged unit, in patches."""
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """The width of a token."""
+
+    @abstractmethod
+    def buffers(self) -> tuple[Declaration, ...]:
+        """What `forward` reads."""
+
+    @abstractmethod
+    def piece(self, grid: Grid) -> Mapping[str, Array]:
+        """The metadata of one grid, without offsets; kept for grids that come again."""
+
+    def size(self, grid: Grid) -> PathSize:
+        """What one grid asks: one sequence a frame."""
+        t, h, w = grid
+        tokens = t * (h // self.merge) * (w // self.merge)
+        return PathSize(tokens, grid.num_patches, sequences=t, windows=0, longest=h * w)
+
+    def windows_capacity(self, tokens: int, sequences: int) -> int:
+        """Slots for real windows in a budget; 0 for a tower without windows."""
+        return 0
+
+    # The core's side
+
+    def paths(self) -> Mapping[str, PathSpec]:
+        """One path."""
+        return {PATH: PathSpec(self.buffers(), (Output("features", "tokens", (self.hidden_size,)),))}
+
+    def capacities(self, path: str, config: EncoderCudaGraphConfig) -> Sequence[Capacity]:
+        """One capacity a budget."""
+        return [self._capacity(tokens, config) for tokens in config.ladder(self.max_batch_tokens)]
+
+    def _capacity(self, tokens: int, config: EncoderCudaGraphConfig) -> Capacity:
+        patches = tokens * self.merge**2
+        sequences = min(tokens, config.sequence_slots)
+        return Capacity(
+            tokens=tokens,
+            patches=patches,
+            sequences=sequences,
+            items=min(tokens, config.items_bound),
+            windows=self.windows_capacity(tokens, sequences),
+            longest=min(patches, self.max_sequence_patches or patches),
+        )
+
+    def pack(self, path: str, batch: PackedBatch) -> Packed:
+        """Metadata of each grid, and the pixels as they came."""
+        return Packed(
+            sizes=[self._size(grid) for grid in batch.grids],
+            pieces=[self._piece(grid) for grid in batch.grids],
+            staged={"pixels": batch.pixels},
+        )
+
+    def assemble(self, rows: Mapping[str, Sequence[Tensor]], batch: PackedBatch) -> list[Tensor]:
+        """Each item's rows."""
+        return split_rows(rows[PATH][0], [item.num_tokens for item in batch.items])
+
+    def join(self, batches: Sequence[PackedBatch]) -> PackedBatch:
+        """Items, grids and pixels one behind the other."""
+        return PackedBatch(
+            items=tuple(item for batch in batches for item in batch.items),
+            grids=tuple(grid for batch in batches for grid in batch.grids),
+            pixels=tuple(pixels for batch in batches for pixels in batch.pixels),
+        )
+
+    # The adapters' side
+
+    def item(self, modality: Modality, grids: Sequence[Grid]) -> Item:
+        """An item of these grids.
+
+        Raises:
+            InputError: a grid has no token.
+        """
+        sizes = [self._size(grid) for grid in grids]
+        empty = next((grid for grid, size in zip(grids, sizes, strict=True) if min(grid) < 1 or size.tokens < 1), None)
+        if empty is not None or not grids:
+            raise InputError(
+                f"an item of grid {tuple(empty) if empty else ()} has no token; height and width must be at least "
+                f"{self.merge} patches and a video needs a frame"
+            )
+        return Item(modality, {PATH: add_sizes(sizes)})
+
+
+def add_sizes(sizes: Sequence[PathSize]) -> PathSize:
+    """What several grids of one item ask together."""
+    return PathSize(
+        tokens=sum(size.tokens for size in sizes),
+        patches=sum(size.patches for size in sizes),
+        sequences=sum(size.sequences for size in sizes),
+        windows=sum(size.windows for size in sizes),
+        longest=max(size.longest for size in sizes),
+    )

@@ -1,0 +1,123 @@
+"""`varlen_attention` as an attention implementation of transformers.
+
+Towers of the Qwen line hand their layers `cu_seqlens` when the name of their attention implementation contains "flash";
+the SigLIP 2 layers hand on nothing but `attention_mask`. So the registered function takes the offsets from either, and
+a call that is not ours (a mask of another kind, no offsets) goes to transformers' own sdpa, unchanged.
+
+`use_varlen(config, ...)` switches a tower over for the length of a `with` block and back. The name cannot go through
+`set_attn_implementation`: transformers would look for a flash kernel of that name on the hub.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onereplay.attention.backends import resolve_backend
+from onereplay.attention.ops import varlen_attention
+
+NAME = "onereplay_flash_varlen"
+"""The registered name; contains "flash", which is what makes the Qwen line pass `cu_seqlens`."""
+
+
+class _Active(threading.local):
+    """What the running forward of this thread asked for."""
+
+    backend: str = "auto"
+    max_seqlen: int | None = None
+    """The bound for layers that pass none."""
+
+
+_active = _Active()
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The function that transformers calls: query, key and value are `(1, heads, P, D)`; returns `(1, P, heads, D)`."""
+    cu_seqlens = cu_seq_lens_q if cu_seq_lens_q is not None else _offsets_in(attention_mask)
+    max_seqlen = max_length_q if max_length_q is not None else _active.max_seqlen
+    if cu_seqlens is None or max_seqlen is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        result: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return result
+    rows = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    backend = resolve_backend(_active.backend, query.device, max_seqlen)
+    return varlen_attention(*rows, cu_seqlens, max_seqlen, scale, backend).unsqueeze(0), None
+
+
+def _offsets_in(attention_mask: Tensor | None) -> Tensor | None:
+    """`attention_mask` if it is offsets (one dimension of int32), else None."""
+    is_offsets = attention_mask is not None and attention_mask.ndim == 1 and attention_mask.dtype == torch.int32
+    return attention_mask if is_offsets else None
+
+
+@contextlib.contextmanager
+def use_varlen(config: Any, backend: str, max_seqlen: int | None = None) -> Iterator[None]:
+    """Run the tower of this transformers vision config through `varlen_attention` inside the block.
+
+    Args:
+        config: the tower's config object, shared by its layers.
+        backend: a name of `onereplay.attention`, `auto` too.
+        max_seqlen: the bound for layers that do not pass one themselves.
+    """
+    previous = _active.backend, _active.max_seqlen
+    _active.backend, _active.max_seqlen = backend, max_seqlen
+    _switch(config)
+    try:
+        yield
+    finally:
+        _switch_back(config)
+        _active.backend, _active.max_seqlen = previous
+
+
+_switch_lock = threading.Lock()
+_switched: dict[int, tuple[str | None, int]] = {}
+"""By `id(config)`: the name to restore and how many blocks are open. Blocks of several threads may overlap."""
+
+
+def _switch(config: Any) -> None:
+    with _switch_lock:
+        original, users = _switched.get(id(config), (config._attn_implementation, 0))
+        _switched[id(config)] = original, users + 1
+        config._attn_implementation = NAME
+
+
+def _switch_back(config: Any) -> None:
+    with _switch_lock:
+        original, users = _switched.pop(id(config))
+        if users > 1:
+            _switched[id(config)] = original, users - 1
+        else:
+            config._attn_implementation = original
+
+
+def register() -> None:
+    """Make the name known to transformers; done once on import.
+
+    The mask goes with it: for a name without a mask function transformers drops padding masks without a word, and a
+    plain call of the user's in another thread may see this name while a block is open.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+register()

@@ -1,0 +1,216 @@
+"""Graph back ends: record a function once, replay it on the same buffers. The only file that names CUDA graphs.
+
+* `CudaGraphs`: `torch.cuda.CUDAGraph`, all graphs of a manager in one memory pool.
+* `TracedGraphs`: for machines without a GPU. Capture traces the function on its buffers to an ATen graph (`make_fx` on
+  fake tensors, so nothing is computed); replay runs the recorded ATen operations on those buffers. Python does not run
+  again, so a value that was frozen at capture stays frozen, exactly as in a CUDA graph.
+
+Both refuse what cannot be captured, before they capture: `CaptureGuard` names the operation and the line.
+"""
+
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from onereplay.errors import CaptureError, ConfigError
+
+Forward = Callable[..., Sequence[Tensor]]
+"""A function of its buffers that returns new tensors."""
+
+
+class Graph(Protocol):
+    """A recorded function."""
+
+    def replay(self) -> None:
+        """Run the record: read the buffers, write the outputs. Asynchronous on a CUDA device."""
+        ...
+
+
+class GraphBackend(Protocol):
+    """Records functions; owns what the records share."""
+
+    name: str
+    on_first_use: bool
+    """Record each graph when a batch first needs it, instead of all at the start."""
+
+    def capture(self, forward: Forward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
+        """Record `outputs[i].copy_(forward(*inputs)[i])`.
+
+        Raises:
+            CaptureError: the forward does something that no graph can hold.
+            torch.OutOfMemoryError: there is no memory for this record; earlier records stay whole.
+        """
+        ...
+
+    def pool_bytes(self) -> int:
+        """Bytes that the records hold beside inputs, outputs and weights."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the records share, after the records are gone."""
+        ...
+
+
+def make_backend(name: str, device: torch.device) -> GraphBackend:
+    """The back end `name` (`auto`, `cuda` or `traced`) for a device.
+
+    `auto` without CUDA traces each graph on first use: a trace takes seconds for a large tower, and gives no speed.
+
+    Raises:
+        ConfigError: CUDA graphs were asked for on a device that has none.
+    """
+    if name == "traced" or (name == "auto" and device.type != "cuda"):
+        return TracedGraphs(on_first_use=name == "auto")
+    if device.type != "cuda":
+        raise ConfigError(f"backend='cuda' needs a CUDA device, the encoder is on {device}; use backend='traced'")
+    return CudaGraphs(device)
+
+
+class CudaGraphs:
+    """CUDA graphs in one memory pool, captured on one side stream."""
+
+    name = "cuda"
+    on_first_use = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, forward: Forward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
+        """Warm up outside the capture (library handles, workspaces, compiled kernels), then record."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream), CaptureGuard():
+            forward(*inputs)
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                _copy_results(forward(*inputs), outputs)
+        finally:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph
+
+    def pool_bytes(self) -> int:
+        """Bytes of the memory segments that belong to the pool."""
+        segments = torch.cuda.memory_snapshot()
+        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self._pool))
+
+    def close(self) -> None:
+        """Return the pool's memory to the device."""
+        torch.cuda.empty_cache()
+
+
+class TracedGraphs:
+    """Graphs of ATen operations, run by torch.fx. Works on any device, holds no memory between replays."""
+
+    name = "traced"
+
+    def __init__(self, *, on_first_use: bool = False) -> None:
+        self.on_first_use = on_first_use
+
+    def capture(self, forward: Forward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
+        """Trace on fake tensors of the inputs' shapes; weights and other captured tensors stay real."""
+
+        def guarded(*buffers: Tensor) -> tuple[Tensor, ...]:
+            with CaptureGuard():
+                return tuple(forward(*buffers))
+
+        trace = make_fx(guarded, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+        return _Trace(trace, inputs, outputs)
+
+    def pool_bytes(self) -> int:
+        """Nothing is held between replays."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+
+class _Trace:
+    def __init__(
+        self, recorded: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        self._recorded, self._inputs, self._outputs = recorded, inputs, outputs
+
+    def replay(self) -> None:
+        _copy_results(self._recorded(*self._inputs), self._outputs)
+
+
+def _copy_results(results: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    for result, output in zip(results, outputs, strict=True):
+        output.copy_(result)
+
+
+class CaptureGuard(TorchDispatchMode):
+    """Refuses, by name and line, operations that a CUDA graph cannot hold.
+
+    They are those that read the device on the host (`.item()`, `.tolist()`, boolean masks, `nonzero`, `unique`), and
+    those that copy host data to the device (a tensor built from a Python list, a copy from the CPU).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        reason = _refused(func, args, kwargs or {})
+        if reason:
+            raise CaptureError(f"{func} {reason}; called at {_calling_line()}")
+        return func(*args, **(kwargs or {}))
+
+
+def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a graph cannot hold this call; empty if it can."""
+    if func.overloadpacket in _host_readers():
+        return "reads a value from the device while capturing"
+    if func.overloadpacket in _mask_indexers() and any(_is_mask(index) for index in args[1] if index is not None):
+        return "indexes with a boolean mask, whose size only the device knows"
+    if func is torch.ops.aten.repeat_interleave.Tensor and kwargs.get("output_size") is None:
+        return "has a size that only the device knows (give output_size)"
+    if func is torch.ops.aten.lift_fresh.default and args[0].ndim > 0:
+        return "copies host data to the device while capturing (a tensor built from Python values)"
+    if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_) and _crosses_devices(args, kwargs):
+        return "copies between host and device while capturing"
+    return ""
+
+
+@functools.cache
+def _host_readers() -> frozenset[Any]:
+    names = "_local_scalar_dense nonzero masked_select _unique2 unique_dim unique_consecutive equal is_nonzero bincount"
+    return frozenset(getattr(torch.ops.aten, name) for name in names.split())
+
+
+@functools.cache
+def _mask_indexers() -> frozenset[Any]:
+    return frozenset((torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_))
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _crosses_devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if isinstance(kwargs.get("device"), torch.device):
+        return bool(kwargs["device"].type != args[0].device.type)
+    return len(args) > 1 and isinstance(args[1], Tensor) and args[0].device.type != args[1].device.type
+
+
+_TORCH = Path(torch.__file__).parent
+
+
+def _calling_line() -> str:
+    """The innermost line outside PyTorch and this file."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path != Path(__file__) and _TORCH not in path.parents and not frame.filename.startswith("<"):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "an unknown line"

@@ -1,0 +1,14 @@
+"""Grids to metadata arrays: pure numpy, one grid at a time, no offsets (the core joins items and adds offsets)."""
+
+from onereplay.geometry.grids import Grid, frame_lengths, merge_gather, merged_positions, raster_positions
+from onereplay.geometry.windows import window_lengths, window_order
+
+__all__ = [
+    "Grid",
+    "frame_lengths",
+    "merge_gather",
+    "merged_positions",
+    "raster_positions",
+    "window_lengths",
+    "window_order",
+]

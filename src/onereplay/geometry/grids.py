@@ -1,0 +1,59 @@
+"""Positions, sequence lengths and merge gathers of one grid.
+
+Legend: a grid is `(t, h, w)`, frames by rows by columns, in patches; `m` is the side of a merged unit in patches.
+"Merged order" lists the patches unit by unit (all `m x m` patches of a unit, then the next unit); "raster order" lists
+them row by row.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+class Grid(NamedTuple):
+    """Frames, rows and columns of one item, in patches."""
+
+    t: int
+    h: int
+    w: int
+
+    @property
+    def num_patches(self) -> int:
+        """Patches over all frames."""
+        return self.t * self.h * self.w
+
+
+def frame_lengths(grid: Grid) -> Int64:
+    """Patches of each frame: int64 `(t,)`. One sequence a frame."""
+    return np.full(grid.t, grid.h * grid.w, dtype=np.int64)
+
+
+def raster_positions(grid: Grid) -> Int64:
+    """Row and column of each patch in raster order, the same in every frame: int64 `(t*h*w, 2)`."""
+    rows, columns = np.divmod(np.arange(grid.h * grid.w, dtype=np.int64), grid.w)
+    return np.tile(np.stack([rows, columns], axis=-1), (grid.t, 1))
+
+
+def merged_positions(grid: Grid, m: int) -> Int64:
+    """Row and column of each patch in merged order, the same in every frame: int64 `(t*h*w, 2)`.
+
+    Source: Qwen2-VL's vision rotary embedding (`get_vision_position_ids` of transformers computes the same table).
+    `h` and `w` are multiples of `m`.
+    """
+    rows, columns = np.indices((grid.h, grid.w), dtype=np.int64)
+    units = np.stack([rows, columns], axis=-1).reshape(grid.h // m, m, grid.w // m, m, 2)
+    return np.tile(units.swapaxes(1, 2).reshape(-1, 2), (grid.t, 1))
+
+
+def merge_gather(grid: Grid, m: int) -> Int64:
+    """For each merged token, the raster rows of its `m x m` patches: int64 `(t * (h//m) * (w//m), m*m)`.
+
+    Patches inside a unit come row by row; a last row or column that fills no unit belongs to no token.
+    """
+    patches = np.arange(grid.num_patches, dtype=np.int64).reshape(grid)
+    whole = patches[:, : grid.h // m * m, : grid.w // m * m]
+    units = whole.reshape(grid.t, grid.h // m, m, grid.w // m, m)
+    return units.swapaxes(2, 3).reshape(-1, m * m)
