@@ -43,7 +43,7 @@ class InternVL(TileAdapter):
 
     def tokens_of(self, height: int, width: int) -> int:
         """A quarter of the patches: the pixel shuffle merges `1 / downsample_ratio` patches a side."""
-        merge = round(1 / self.config.downsample_ratio)
+        merge = round(1 / float(self.config.downsample_ratio))
         rows, columns = self._grid(height, width)
         if rows != columns or rows % merge or rows == 0:
             raise InputError(

@@ -12,6 +12,7 @@ moves another level.
 
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
+from math import isqrt
 
 from onereplay.errors import ConfigError
 
@@ -40,11 +41,10 @@ def levels() -> Iterator[int]:
 
 
 def _eighth_octave_above(level: int) -> int:
-    """The smallest multiple of 128 that is at least `level * 2**(1/8)`, compared as eighth powers."""
-    above = level + _STEP - level % _STEP
-    while above**8 < 2 * level**8:
-        above += _STEP
-    return above
+    """The smallest multiple of 128 that is at least `level * 2**(1/8)`, by an exact integer root."""
+    power = 2 * level**8
+    root = isqrt(isqrt(isqrt(power)))
+    return round_up(root + (root**8 < power), _STEP)
 
 
 def token_budgets(

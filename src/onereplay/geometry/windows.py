@@ -20,8 +20,7 @@ def window_order(grid: Grid, u: int, m: int) -> Int64:
 
 def window_lengths(grid: Grid, u: int, m: int) -> Int64:
     """Patches of each window, in window order: int64 `(t * ceil(h/(m*u)) * ceil(w/(m*u)),)`, none empty."""
-    units: Int64 = np.bincount(_window_of_unit(grid, u, m))
-    return units * (m * m)
+    return np.bincount(_window_of_unit(grid, u, m)).astype(np.int64) * (m * m)
 
 
 def _window_of_unit(grid: Grid, u: int, m: int) -> Int64:
