@@ -32,6 +32,8 @@ class Adapter(ABC, Generic[BatchT]):
         attention: a back end of `onereplay.attention`, or `auto`.
     """
 
+    entry_points: ClassVar[Mapping[str, tuple[str, ...]]]
+    """Methods of the stock base model that give features, with those of their parameters that `batch` takes."""
     model_type: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
     """Names of the vision modules in the stock base model."""
@@ -79,6 +81,14 @@ class Adapter(ABC, Generic[BatchT]):
         """
 
     @abstractmethod
+    def items_of(self, **sizes: Any) -> tuple[Item, ...]:
+        """The items of a batch from the processor's size entries alone (grids, tile counts), for planning.
+
+        Raises:
+            InputError: a size is refused.
+        """
+
+    @abstractmethod
     def join(self, batches: Sequence[BatchT]) -> BatchT:
         """Several batches as one, items in order."""
 
@@ -99,13 +109,12 @@ class Adapter(ABC, Generic[BatchT]):
         """The path's results."""
 
     @abstractmethod
+    def stock_output(self, features: Sequence[Tensor]) -> Any:
+        """The features in the type that the stock entry points return, one entry an item of `features`."""
+
+    @abstractmethod
     def assemble(self, rows: Mapping[str, Sequence[Tensor]], batch: BatchT) -> list[Tensor]:
         """One tensor an item."""
-
-    def _refuse_modality(self, item: Item) -> None:
-        if item.modality not in self.modalities:
-            takes = " and ".join(f"{modality.value}s" for modality in self.modalities)
-            raise InputError(f"{self.model_type} takes {takes}, not a {item.modality.value}")
 
 
 def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:

@@ -10,8 +10,11 @@ another size run eagerly, where the tower interpolates its positions.
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from onereplay.adapters.tiles import TileAdapter
 from onereplay.attention.interface import use_varlen
@@ -26,6 +29,7 @@ class InternVL(TileAdapter):
     model_type = "internvl"
     parts = ("vision_tower", "multi_modal_projector")
     modalities = (Modality.IMAGE, Modality.VIDEO)
+    entry_points: ClassVar = {"get_image_features": ("pixel_values",)}
 
     # sizes
 
@@ -66,8 +70,12 @@ class InternVL(TileAdapter):
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """The stock method: `(tiles * tile_tokens, hidden)`. `auto` keeps its attention, a named one replaces it."""
         config = self.model.vision_tower.config
-        with nullcontext() if self.attention == "auto" else use_varlen(config, self.attention):
+        with nullcontext() if self.attention == "auto" else use_varlen(config, self.attention, tiles=True):
             output = self.model.get_image_features(
                 buffers.pixels, output_hidden_states=False, output_attentions=False, return_dict=True
             )
         return (output.pooler_output.flatten(0, 1),)
+
+    def stock_output(self, features: Sequence[Tensor]) -> Any:
+        """`pooler_output` is one tensor, `(tiles, tile_tokens, hidden)`."""
+        return BaseModelOutputWithPooling(pooler_output=torch.stack(list(features)))

@@ -8,19 +8,21 @@ Capacity rule: see `PackedAdapter`; an image of the processor is at most 1,024 p
 `max_seqlen`; a longer sequence is an eager forward.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from onereplay import geometry
 from onereplay.adapters.base import host_rows, refuse_unknown, tile_counts
 from onereplay.adapters.packed import PackedAdapter, PackedBatch
 from onereplay.attention.interface import use_varlen
 from onereplay.core.buffers import Array, Buffers, Declaration, Offsets, Rows, Staged
-from onereplay.core.items import Modality
+from onereplay.core.items import Item, Modality
 from onereplay.errors import InputError, UnsupportedModelError
 from onereplay.geometry import Grid
 
@@ -33,6 +35,7 @@ class Lfm2VL(PackedAdapter):
     model_type = "lfm2_vl"
     parts = ("vision_tower", "multi_modal_projector")
     modalities = (Modality.IMAGE,)
+    entry_points: ClassVar = {"get_image_features": ("pixel_values", "spatial_shapes", "pixel_attention_mask")}
     max_sequence_patches = 1024
 
     def __init__(self, config: Any, model: Any = None, attention: str = "auto") -> None:
@@ -83,6 +86,11 @@ class Lfm2VL(PackedAdapter):
             "cu_seqlens": geometry.frame_lengths(grid),
         }
 
+    def items_of(self, **sizes: Any) -> tuple[Item, ...]:
+        """From `spatial_shapes` and `num_tiles`."""
+        given = refuse_unknown(sizes, ("spatial_shapes", "num_tiles"), self.model_type)
+        return self._items(_grids(given["spatial_shapes"]), given.get("num_tiles")) if given else ()
+
     def batch(self, **inputs: Any) -> PackedBatch:
         """From `pixel_values` `(tiles, L, patch_dim)` and `spatial_shapes` `(tiles, 2)` in patches.
 
@@ -94,7 +102,7 @@ class Lfm2VL(PackedAdapter):
             return PackedBatch((), (), ())
         if "pixel_values" not in given or "spatial_shapes" not in given:
             raise InputError("pixel_values and spatial_shapes come together; give both")
-        grids = tuple(Grid(1, *row) for row in host_rows("spatial_shapes", given["spatial_shapes"], 2))
+        grids = _grids(given["spatial_shapes"])
         pixels = given["pixel_values"]
         most = max((grid.num_patches for grid in grids), default=0)
         if pixels.ndim != 3 or len(pixels) != len(grids) or pixels.shape[1] < most or pixels.shape[2] != self.patch_dim:
@@ -102,13 +110,14 @@ class Lfm2VL(PackedAdapter):
                 f"pixel_values has shape {tuple(pixels.shape)}, spatial_shapes asks for "
                 f"({len(grids)}, at least {most}, {self.patch_dim})"
             )
-        counts = tile_counts("num_tiles", given.get("num_tiles"), len(grids))
-        starts = np.cumsum([0, *counts[:-1]])
-        items = tuple(
-            self.item(Modality.IMAGE, grids[start : start + count]) for start, count in zip(starts, counts, strict=True)
-        )
+        items = self._items(grids, given.get("num_tiles"))
         rows = tuple(tile[: grid.num_patches] for tile, grid in zip(pixels, grids, strict=True))
         return PackedBatch(items, grids, rows)
+
+    def _items(self, grids: Sequence[Grid], num_tiles: Any) -> tuple[Item, ...]:
+        counts = iter(tile_counts("num_tiles", num_tiles, len(grids)))
+        left = iter(grids)
+        return tuple(self.item(Modality.IMAGE, list(itertools.islice(left, count))) for count in counts)
 
     # forward
 
@@ -124,6 +133,10 @@ class Lfm2VL(PackedAdapter):
         m = self.merge
         strip = buffers.merge_gather.view(-1, m, m).transpose(0, 1).reshape(m, -1)
         return (self.model.multi_modal_projector(hidden[strip].unsqueeze(0)).view(-1, self.hidden_size),)
+
+    def stock_output(self, features: Sequence[Tensor]) -> Any:
+        """`pooler_output` is a list, one tensor a tile."""
+        return BaseModelOutputWithPooling(pooler_output=list(features))
 
     def _positions(self, places: Tensor) -> Tensor:
         """The position table resized to each patch's tile: `(P, C)`.
@@ -142,3 +155,7 @@ class Lfm2VL(PackedAdapter):
         both = (rows.unsqueeze(-1) * columns.unsqueeze(-2)).flatten(1)
         positions: Tensor = both @ table.float()
         return positions.to(table.dtype)
+
+
+def _grids(spatial_shapes: Any) -> tuple[Grid, ...]:
+    return tuple(Grid(1, *row) for row in host_rows("spatial_shapes", spatial_shapes, 2))

@@ -10,17 +10,18 @@ batch of very thin pictures needs more still, it goes to a larger budget.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from onereplay import geometry
 from onereplay.adapters.base import host_rows, refuse_unknown
 from onereplay.adapters.packed import PackedAdapter, PackedBatch
 from onereplay.attention.interface import use_varlen
 from onereplay.core.buffers import Array, Buffers, Declaration, Offsets, Rows, Staged, Tail
-from onereplay.core.items import Modality, PathSize
+from onereplay.core.items import Item, Modality, PathSize
 from onereplay.errors import InputError
 from onereplay.geometry import Grid
 
@@ -37,6 +38,10 @@ class Qwen25VL(PackedAdapter):
     model_type = "qwen2_5_vl"
     parts = ("visual",)
     modalities = (Modality.IMAGE, Modality.VIDEO)
+    entry_points: ClassVar = {
+        "get_image_features": ("pixel_values", "image_grid_thw"),
+        "get_video_features": ("pixel_values_videos", "video_grid_thw"),
+    }
 
     # sizes
 
@@ -96,6 +101,16 @@ class Qwen25VL(PackedAdapter):
             "cu_window_seqlens": geometry.window_lengths(grid, self.window, self.merge),
         }
 
+    def items_of(self, **sizes: Any) -> tuple[Item, ...]:
+        """From `image_grid_thw` and `video_grid_thw`."""
+        given = refuse_unknown(sizes, [table for _, _, table in _KINDS], self.model_type)
+        return tuple(
+            self.item(modality, [grid])
+            for modality, _, table in _KINDS
+            if table in given
+            for grid in self._grids(table, given[table])
+        )
+
     def batch(self, **inputs: Any) -> PackedBatch:
         """From `pixel_values` `(P, patch_dim)` and `image_grid_thw` `(N, 3)`, and the same pair for videos.
 
@@ -107,15 +122,19 @@ class Qwen25VL(PackedAdapter):
     def _of_kind(self, given: Mapping[str, Any], modality: Modality, pixels: str, table: str) -> PackedBatch:
         if pixels not in given or table not in given:
             raise InputError(f"{pixels} and {table} come together; give both")
-        grids = tuple(Grid(*row) for row in host_rows(table, given[table], 3))
-        odd = next((grid for grid in grids if grid.h % self.merge or grid.w % self.merge), None)
-        if odd is not None:
-            raise InputError(f"{table} has {tuple(odd)}; height and width must be multiples of {self.merge} patches")
+        grids = self._grids(table, given[table])
         items = tuple(self.item(modality, [grid]) for grid in grids)
         expected = (sum(grid.num_patches for grid in grids), self.patch_dim)
         if tuple(given[pixels].shape) != expected:
             raise InputError(f"{pixels} has shape {tuple(given[pixels].shape)}, {table} asks for {expected}")
         return PackedBatch(items, grids, (given[pixels],))
+
+    def _grids(self, table: str, value: Any) -> tuple[Grid, ...]:
+        grids = tuple(Grid(*row) for row in host_rows(table, value, 3))
+        odd = next((grid for grid in grids if grid.h % self.merge or grid.w % self.merge), None)
+        if odd is not None:
+            raise InputError(f"{table} has {tuple(odd)}; height and width must be multiples of {self.merge} patches")
+        return grids
 
     # forward
 
@@ -137,6 +156,10 @@ class Qwen25VL(PackedAdapter):
                 return_dict=True,
             )
         return (output.pooler_output,)
+
+    def stock_output(self, features: Sequence[Tensor]) -> Any:
+        """`pooler_output` is a tuple, one tensor an item."""
+        return BaseModelOutputWithPooling(pooler_output=tuple(features))
 
 
 _UNUSED_GRID = torch.zeros(1, 3, dtype=torch.int64)

@@ -94,6 +94,12 @@ class TileAdapter(Adapter[TileBatch]):
         other = f"tiles of {height}x{width}, captured for {captured[0]}x{captured[1]}"
         return Item(modality, {PATH: size}, "" if (height, width) == captured else other)
 
+    def items_of(self, **sizes: Any) -> tuple[Item, ...]:
+        """From `num_patches` and `num_frames`, for tiles of the captured size."""
+        given = refuse_unknown(sizes, ("num_patches", "num_frames"), self.model_type)
+        num_tiles = sum(sum(_integers(counts)) for counts in given.values())
+        return self._items(given, num_tiles, *self.tile_shape[1:])
+
     def batch(self, **inputs: Any) -> TileBatch:
         """From `pixel_values` `(tiles, channels, height, width)`.
 
@@ -115,16 +121,14 @@ class TileAdapter(Adapter[TileBatch]):
         return TileBatch(items, (tiles,))
 
     def _items(self, given: Mapping[str, Any], num_tiles: int, height: int, width: int) -> tuple[Item, ...]:
-        frames = given.get("num_frames")
-        num_frames = 0 if frames is None else sum(frames.tolist() if isinstance(frames, Tensor) else frames)
-        images = [] if given.get("num_patches") is None and num_frames else given.get("num_patches")
+        frames = _integers(given.get("num_frames", ()))
+        images = given.get("num_patches", () if frames else None)
+        counted = {
+            Modality.IMAGE: tile_counts("num_patches", images, num_tiles - sum(frames)),
+            Modality.VIDEO: tile_counts("num_frames", frames, sum(frames)),
+        }
         return tuple(
-            self.item(modality, count, height, width)
-            for modality, counts in (
-                (Modality.IMAGE, tile_counts("num_patches", images, num_tiles - num_frames)),
-                (Modality.VIDEO, tile_counts("num_frames", [] if frames is None else frames, num_frames)),
-            )
-            for count in counts
+            self.item(modality, count, height, width) for modality, counts in counted.items() for count in counts
         )
 
     def pack(self, path: str, batch: TileBatch) -> Packed:
@@ -146,3 +150,7 @@ class TileAdapter(Adapter[TileBatch]):
         if len(shapes) > 1:
             raise InputError(f"tiles of several sizes in one batch, {shapes}; encode each size by itself")
         return TileBatch(tuple(item for batch in batches for item in batch.items), tiles)
+
+
+def _integers(counts: Any) -> list[int]:
+    return counts.tolist() if isinstance(counts, Tensor) else list(counts)

@@ -29,6 +29,8 @@ class _Active(threading.local):
     backend: str = "auto"
     max_seqlen: int | None = None
     """The bound for layers that pass none."""
+    tiles: bool = False
+    """The forward's batch is tiles of one length without a mask, each a sequence."""
 
 
 _active = _Active()
@@ -45,7 +47,12 @@ def attention_forward(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function that transformers calls: query, key and value are `(1, heads, P, D)`; returns `(1, P, heads, D)`."""
+    """The function that transformers calls: query, key and value are `(1, heads, P, D)`; returns `(1, P, heads, D)`.
+
+    In a forward of tiles they are `(tiles, heads, rows, D)`, and so is the result with heads and rows swapped.
+    """
+    if _active.tiles and attention_mask is None:
+        return _tiles_forward(query, key, value, scaling), None
     cu_seqlens = cu_seq_lens_q if cu_seq_lens_q is not None else _offsets_in(attention_mask)
     max_seqlen = max_length_q if max_length_q is not None else _active.max_seqlen
     if cu_seqlens is None or max_seqlen is None:
@@ -61,6 +68,15 @@ def attention_forward(
     return varlen_attention(*rows, cu_seqlens, max_seqlen, scale, backend).unsqueeze(0), None
 
 
+def _tiles_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    tiles, _, length, size = query.shape
+    cu_seqlens = torch.arange(0, (tiles + 1) * length, length, dtype=torch.int32, device=query.device)
+    rows = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
+    scale = scaling if scaling is not None else size**-0.5
+    backend = resolve_backend(_active.backend, query.device, length)
+    return varlen_attention(*rows, cu_seqlens, length, scale, backend).unflatten(0, (tiles, length))
+
+
 def _offsets_in(attention_mask: Tensor | None) -> Tensor | None:
     """`attention_mask` if it is offsets (one dimension of int32), else None."""
     is_offsets = attention_mask is not None and attention_mask.ndim == 1 and attention_mask.dtype == torch.int32
@@ -68,22 +84,23 @@ def _offsets_in(attention_mask: Tensor | None) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def use_varlen(config: Any, backend: str, max_seqlen: int | None = None) -> Iterator[None]:
+def use_varlen(config: Any, backend: str, max_seqlen: int | None = None, *, tiles: bool = False) -> Iterator[None]:
     """Run the tower of this transformers vision config through `varlen_attention` inside the block.
 
     Args:
         config: the tower's config object, shared by its layers.
         backend: a name of `onereplay.attention`, `auto` too.
         max_seqlen: the bound for layers that do not pass one themselves.
+        tiles: the forward's batch is tiles of one length without a mask.
     """
-    previous = _active.backend, _active.max_seqlen
-    _active.backend, _active.max_seqlen = backend, max_seqlen
+    previous = _active.backend, _active.max_seqlen, _active.tiles
+    _active.backend, _active.max_seqlen, _active.tiles = backend, max_seqlen, tiles
     _switch(config)
     try:
         yield
     finally:
         _switch_back(config)
-        _active.backend, _active.max_seqlen = previous
+        _active.backend, _active.max_seqlen, _active.tiles = previous
 
 
 _switch_lock = threading.Lock()

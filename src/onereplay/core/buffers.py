@@ -10,7 +10,7 @@ forward. A name that is missing or unknown is an error in every place, never sta
 
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -107,6 +107,13 @@ class Packed:
     sizes: Sequence[PathSize]
     pieces: Sequence[Mapping[str, Array]]
     staged: Mapping[str, Sequence[Tensor]]
+
+    def as_they_come(self, declarations: Sequence[Declaration]) -> tuple[Declaration, ...]:
+        """The declarations for an eager forward, which takes staged rows of any trailing shape."""
+        return tuple(
+            replace(part, shape=tuple(self.staged[part.name][0].shape[1:])) if isinstance(part, Staged) else part
+            for part in declarations
+        )
 
     @classmethod
     def empty(cls, declarations: Sequence[Declaration]) -> "Packed":

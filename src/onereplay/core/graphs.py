@@ -58,6 +58,17 @@ class GraphBackend(Protocol):
         ...
 
 
+def backend_name(name: str, device: torch.device) -> str:
+    """`cuda` or `traced`: what `name` means on a device.
+
+    Raises:
+        ConfigError: CUDA graphs were asked for on a device that has none.
+    """
+    if name == "cuda" and device.type != "cuda":
+        raise ConfigError(f"backend='cuda' needs a CUDA device, the encoder is on {device}; use backend='traced'")
+    return ("cuda" if device.type == "cuda" else "traced") if name == "auto" else name
+
+
 def make_backend(name: str, device: torch.device) -> GraphBackend:
     """The back end `name` (`auto`, `cuda` or `traced`) for a device.
 
@@ -66,11 +77,9 @@ def make_backend(name: str, device: torch.device) -> GraphBackend:
     Raises:
         ConfigError: CUDA graphs were asked for on a device that has none.
     """
-    if name == "traced" or (name == "auto" and device.type != "cuda"):
-        return TracedGraphs(on_first_use=name == "auto")
-    if device.type != "cuda":
-        raise ConfigError(f"backend='cuda' needs a CUDA device, the encoder is on {device}; use backend='traced'")
-    return CudaGraphs(device)
+    if backend_name(name, device) == "cuda":
+        return CudaGraphs(device)
+    return TracedGraphs(on_first_use=name == "auto")
 
 
 class CudaGraphs:

@@ -16,7 +16,7 @@ from torch import Tensor
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.buffers import Buffers, Layout, Packed
 from onereplay.core.graphs import Graph, GraphBackend, make_backend
-from onereplay.core.plan import Capacity, Eager, Plan, Replay, plan
+from onereplay.core.plan import Capacity, Eager, Plan, Reason, Replay, plan
 from onereplay.core.protocol import BatchT, PathSpec, SupportsEncoderCudaGraph
 from onereplay.core.staging import Block, Staging, exact_buffers
 from onereplay.core.stats import CaptureReport, Report, Stats
@@ -246,11 +246,17 @@ class EncoderCudaGraphManager(Generic[BatchT]):
 
     def _eager(self, path: str, packed: Packed, demand: Capacity) -> Sequence[Tensor]:
         """The same `forward`, on buffers of exactly the batch's size."""
-        layout = Layout(self._specs[path].buffers, demand, padded=False)
+        layout = Layout(packed.as_they_come(self._specs[path].buffers), demand, padded=False)
         buffers = exact_buffers(packed, layout, self.dtype, self.device)
         return self.adapter.forward(path, buffers, layout.bounds())
 
     # ------------------------------------------------------------------ life
+
+    def count_outside(self, reason: Reason, detail: str) -> None:
+        """Count a batch that the caller ran without this manager, and why; its tokens are not known here."""
+        with self._lock:
+            for path in self._specs:
+                self._stats.count_eager(path, Eager(reason, detail), tokens=0)
 
     def report(self) -> Report:
         """What was done so far."""

@@ -81,6 +81,11 @@ class Plan:
     steps: Mapping[str, Step]
     demands: Mapping[str, Capacity]
 
+    @property
+    def all_replayed(self) -> bool:
+        """True if no path runs eagerly."""
+        return all(isinstance(step, Replay) for step in self.steps.values())
+
     def __str__(self) -> str:
         return "; ".join(self._describe(path) for path in self.steps) or "nothing to run"
 

@@ -103,10 +103,12 @@ class Stats:
                     self._replays[path][capacity.tokens] += 1
                     self._replayed += tokens
                     self._padding += capacity.tokens - tokens
-                case Eager(reason):
-                    self._count_eager(path, step, reason, tokens)
+                case Eager():
+                    self.count_eager(path, step, tokens)
 
-    def _count_eager(self, path: str, step: Eager, reason: Reason, tokens: int) -> None:
+    def count_eager(self, path: str, step: Eager, tokens: int) -> None:
+        """Count one eager forward of a path."""
+        reason = step.reason
         if not self._eager[path][reason]:
             detail = f" ({step.detail})" if step.detail else ""
             logger.warning("path %r: an eager forward, %s%s; logged once a reason", path, reason.value, detail)

@@ -20,7 +20,8 @@ def window_order(grid: Grid, u: int, m: int) -> Int64:
 
 def window_lengths(grid: Grid, u: int, m: int) -> Int64:
     """Patches of each window, in window order: int64 `(t * ceil(h/(m*u)) * ceil(w/(m*u)),)`, none empty."""
-    return np.bincount(_window_of_unit(grid, u, m)).astype(np.int64) * (m * m)
+    units: Int64 = np.unique(_window_of_unit(grid, u, m), return_counts=True)[1]
+    return np.multiply(units, m * m, dtype=np.int64)
 
 
 def _window_of_unit(grid: Grid, u: int, m: int) -> Int64:

@@ -1,0 +1,110 @@
+"""Put the vision encoder of a loaded transformers model under graphs, in place.
+
+    handle = accelerate(model)
+    model.generate(**inputs)       # get_image_features and get_video_features are replays now
+    handle.restore()               # the model is as it was
+
+The stock methods keep their names, parameters and return types. A call that asks for more than features (hidden states,
+attentions, tuples, another feature layer, metadata of the caller's own) or that trains goes to the stock method: it is
+counted with that reason, and the first is logged.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+
+from onereplay.adapters import adapter_for
+from onereplay.config import EncoderCudaGraphConfig
+from onereplay.core.manager import EncoderCudaGraphManager
+from onereplay.core.plan import Reason
+from onereplay.core.stats import Report
+from onereplay.encoder import check_options
+from onereplay.errors import OnereplayError
+
+
+class Accelerated:
+    """A model whose vision encoder runs under graphs; made by `accelerate`, undone by `restore`."""
+
+    def __init__(self, model: Any, config: EncoderCudaGraphConfig) -> None:
+        self.adapter = adapter_for(model, config.attention)
+        check_options(self.adapter, config, self.adapter.device)
+        self._base = self.adapter.model
+        if _MARK in vars(self._base):
+            raise OnereplayError("this model is accelerated already; call restore() on the first handle")
+        self.manager: EncoderCudaGraphManager[Any] = EncoderCudaGraphManager(self.adapter, config)
+        self.manager.capture()
+        for name, parameters in self.adapter.entry_points.items():
+            setattr(self._base, name, self._replacement(getattr(self._base, name), parameters))
+        setattr(self._base, _MARK, True)
+
+    def _replacement(self, stock: Callable[..., Any], parameters: tuple[str, ...]) -> Callable[..., Any]:
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)
+        def features(*args: Any, **kwargs: Any) -> Any:
+            given = dict(signature.bind(*args, **kwargs).arguments)
+            others = {**given.pop("kwargs", {}), **{k: v for k, v in given.items() if k not in parameters}}
+            why = self._needs_stock(others)
+            if why:
+                self.manager.count_outside(Reason.UNSUPPORTED_INPUT, why)
+                return stock(*args, **kwargs)
+            batch = self.adapter.batch(**{name: given[name] for name in parameters if name in given})
+            return self.adapter.stock_output(self.manager.encode(batch))
+
+        return features
+
+    def _needs_stock(self, others: Mapping[str, Any]) -> str:
+        """Why a call cannot be served by features alone; empty if it can."""
+        if self._base.training and torch.is_grad_enabled():
+            return "the model is in training mode"
+        config = self.adapter.config
+        plain: dict[str, Any] = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
+        for name in ("vision_feature_layer", "vision_feature_select_strategy"):
+            plain[name] = getattr(config, name, None)
+        for name, value in others.items():
+            if name in plain and value is not None and value != plain[name]:
+                return f"{name}={value!r}"
+            if name.startswith(("image_", "video_")) and value is not None:
+                return f"the caller's own {name}"
+        return ""
+
+    def report(self) -> Report:
+        """What was done so far."""
+        return self.manager.report()
+
+    def restore(self) -> None:
+        """Give the model its stock methods back, and the graphs' memory to the device. Again: nothing."""
+        for name in (*self.adapter.entry_points, _MARK):
+            vars(self._base).pop(name, None)
+        self.manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.restore()
+
+
+_MARK = "_onereplay_accelerated"
+
+
+def accelerate(model: Any, config: EncoderCudaGraphConfig | None = None) -> Accelerated:
+    """Put `get_image_features` and `get_video_features` of a loaded transformers model under graphs, in place.
+
+    Args:
+        model: a `...ForConditionalGeneration` or its base model, on its device, in eval mode for inference.
+        config: what to capture.
+
+    Returns:
+        A handle with `restore()` and `report()`; also a context manager. `pooler_output` of the results has the stock
+        type and values up to rounding; `last_hidden_state`, which generation does not read, is None.
+
+    Raises:
+        UnsupportedModelError: no adapter knows the model.
+        ConfigError: the options do not fit the model or the device.
+        OnereplayError: the model is accelerated already.
+    """
+    return Accelerated(model, config or EncoderCudaGraphConfig())
