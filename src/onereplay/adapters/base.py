@@ -17,6 +17,7 @@ from onereplay.core.items import Item, Modality
 from onereplay.core.plan import Capacity
 from onereplay.core.protocol import BatchT, PathSpec
 from onereplay.errors import InputError, UnsupportedModelError
+from onereplay.geometry import Grid
 
 MAX_BATCH_TOKENS = 16_384
 """What `max_token_budget=None` means: the most tokens of one image in the published processors, and the largest budget
@@ -86,6 +87,14 @@ class Adapter(ABC, Generic[BatchT]):
 
         Raises:
             InputError: a size is refused.
+        """
+
+    @abstractmethod
+    def example_inputs(self, grids: Sequence[Grid], generator: torch.Generator) -> dict[str, Tensor]:
+        """Random pixels for these grids under the names of the stock entry points, for checks and benchmarks.
+
+        A grid with more than one frame is a video where the model takes videos; for a model of tiles every grid is one
+        tile. Pixels are float32 on the generator's device, sizes int64 on the CPU.
         """
 
     @abstractmethod

@@ -114,6 +114,18 @@ class Lfm2VL(PackedAdapter):
         rows = tuple(tile[: grid.num_patches] for tile, grid in zip(pixels, grids, strict=True))
         return PackedBatch(items, grids, rows)
 
+    def example_inputs(self, grids: Sequence[Grid], generator: torch.Generator) -> dict[str, Tensor]:
+        """Each grid is one tile."""
+        counts = torch.tensor([grid.num_patches for grid in grids])
+        longest = int(counts.max())
+        mask = (torch.arange(longest) < counts[:, None]).to(torch.int32)
+        shape = (len(grids), longest, self.patch_dim)
+        return {
+            "pixel_values": torch.randn(shape, generator=generator, device=generator.device),
+            "spatial_shapes": torch.tensor([grid[1:] for grid in grids]),
+            "pixel_attention_mask": mask,
+        }
+
     def _items(self, grids: Sequence[Grid], num_tiles: Any) -> tuple[Item, ...]:
         counts = iter(tile_counts("num_tiles", num_tiles, len(grids)))
         left = iter(grids)

@@ -119,6 +119,17 @@ class Qwen25VL(PackedAdapter):
         given = refuse_unknown(inputs, [name for kind in _KINDS for name in kind[1:]], self.model_type)
         return self.join([self._of_kind(given, *kind) for kind in _KINDS if {*kind[1:]} & given.keys()])
 
+    def example_inputs(self, grids: Sequence[Grid], generator: torch.Generator) -> dict[str, Tensor]:
+        """Grids of one frame are images, others videos."""
+        inputs = {}
+        for modality, pixels, table in _KINDS:
+            chosen = [grid for grid in grids if (grid.t > 1) == (modality is Modality.VIDEO)]
+            if chosen:
+                rows = sum(grid.num_patches for grid in chosen)
+                inputs[pixels] = torch.randn(rows, self.patch_dim, generator=generator, device=generator.device)
+                inputs[table] = torch.tensor(chosen)
+        return inputs
+
     def _of_kind(self, given: Mapping[str, Any], modality: Modality, pixels: str, table: str) -> PackedBatch:
         if pixels not in given or table not in given:
             raise InputError(f"{pixels} and {table} come together; give both")

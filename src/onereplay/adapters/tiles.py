@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from onereplay.adapters.base import Adapter, refuse_unknown, tile_counts
@@ -19,6 +20,7 @@ from onereplay.core.items import Item, Modality, PathSize
 from onereplay.core.plan import Capacity
 from onereplay.core.protocol import PathSpec
 from onereplay.errors import InputError
+from onereplay.geometry import Grid
 
 PATH = "vision"
 
@@ -119,6 +121,11 @@ class TileAdapter(Adapter[TileBatch]):
             )
         items = self._items(given, len(tiles), *tiles.shape[2:])
         return TileBatch(items, (tiles,))
+
+    def example_inputs(self, grids: Sequence[Grid], generator: torch.Generator) -> dict[str, Tensor]:
+        """One tile of the captured size for each grid."""
+        shape = (len(grids), *self.tile_shape)
+        return {"pixel_values": torch.randn(shape, generator=generator, device=generator.device)}
 
     def _items(self, given: Mapping[str, Any], num_tiles: int, height: int, width: int) -> tuple[Item, ...]:
         frames = _integers(given.get("num_frames", ()))

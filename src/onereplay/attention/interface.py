@@ -74,7 +74,8 @@ def _tiles_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float | N
     rows = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
     backend = resolve_backend(_active.backend, query.device, length)
-    return varlen_attention(*rows, cu_seqlens, length, scale, backend).unflatten(0, (tiles, length))
+    output: Tensor = varlen_attention(*rows, cu_seqlens, length, scale, backend)
+    return output.view(tiles, length, *output.shape[1:])
 
 
 def _offsets_in(attention_mask: Tensor | None) -> Tensor | None:

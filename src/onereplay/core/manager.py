@@ -59,6 +59,15 @@ class _Path:
     def static_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._static())
 
+    def poison(self) -> None:
+        for tensor in (*self.block.staged.values(), *self.outputs):
+            tensor.fill_(torch.nan)
+        self.block.metadata.fill_(255)
+
+    def owns(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage().data_ptr()
+        return any(static.untyped_storage().data_ptr() == storage for static in self._static())
+
     def prefixes(self, capacity: Capacity) -> tuple[Tensor, ...]:
         """The part of each output buffer that a capacity uses."""
         return tuple(
@@ -257,6 +266,16 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         with self._lock:
             for path in self._specs:
                 self._stats.count_eager(path, Eager(reason, detail), tokens=0)
+
+    def poison(self) -> None:
+        """Fill every static buffer with NaN, and metadata with ones: whatever a batch fails to write then shows."""
+        with self._lock, self._device_work():
+            for path in self._paths.values():
+                path.poison()
+
+    def owns(self, tensor: Tensor) -> bool:
+        """True if the tensor lies in a static buffer; no result ever does."""
+        return any(path.owns(tensor) for path in self._paths.values())
 
     def report(self) -> Report:
         """What was done so far."""

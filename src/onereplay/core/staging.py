@@ -96,12 +96,25 @@ class Staging:
 
 
 def exact_buffers(packed: Packed, layout: Layout, dtype: torch.dtype, device: torch.device) -> Buffers:
-    """The buffers of an eager forward: of exactly the batch's size, newly allocated, loaded the same way."""
-    host = Block([layout], dtype, torch.device("cpu"), pinned=device.type == "cuda")
-    block = Block([layout], dtype, device)
-    layout.fill({name: view.numpy() for name, view in layout.views(host.metadata).items()}, packed)
-    _copy_block(packed, layout, host, block)
-    return layout.buffers(block.metadata, block.staged)
+    """The buffers of an eager forward: of exactly the batch's size, newly allocated.
+
+    Pixels that lie on the device in the model's dtype are taken as they are; others cross once, as in a replay.
+    """
+    pinned = device.type == "cuda"
+    metadata = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    layout.fill({name: view.numpy() for name, view in layout.views(metadata).items()}, packed)
+    staged = {name: _exact_rows(sources, dtype, device) for name, sources in packed.staged.items()}
+    return layout.buffers(metadata.to(device, non_blocking=True), staged)
+
+
+def _exact_rows(sources: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if any(source.device.type != "cpu" for source in sources):
+        parts = [source.to(device, dtype, non_blocking=True) for source in sources]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    shape = (sum(len(source) for source in sources), *sources[0].shape[1:])
+    host = torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+    _join(sources, host)
+    return host.to(device, non_blocking=True)
 
 
 def _copy_block(packed: Packed, layout: Layout, host: Block, device: Block) -> None:

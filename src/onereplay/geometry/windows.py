@@ -20,8 +20,9 @@ def window_order(grid: Grid, u: int, m: int) -> Int64:
 
 def window_lengths(grid: Grid, u: int, m: int) -> Int64:
     """Patches of each window, in window order: int64 `(t * ceil(h/(m*u)) * ceil(w/(m*u)),)`, none empty."""
-    units: Int64 = np.unique(_window_of_unit(grid, u, m), return_counts=True)[1]
-    return np.multiply(units, m * m, dtype=np.int64)
+    _, units = np.unique(_window_of_unit(grid, u, m), return_counts=True)
+    lengths: Int64 = np.array(units * (m * m), dtype=np.int64)
+    return lengths
 
 
 def _window_of_unit(grid: Grid, u: int, m: int) -> Int64:

@@ -1,0 +1,1 @@
+"""Measurements: one question a script, one clock for all. See README.md."""

@@ -1,0 +1,309 @@
+"""The self-test behind `onereplay check`: replay against eager against plain transformers, on the same weights.
+
+Plain transformers is the stock `get_image_features` / `get_video_features` of the very modules that the encoder uses.
+The tolerance, by dtype:
+
+* float32: 1e-5 of the largest reference value. Both sides compute the same sums in another order; fp32 rounds at 6e-8,
+  and some hundred layers of sums stay below 1e-5.
+* bfloat16, float16: the relative error (norm) against a float32 copy of the model is at most 1.1 times that of plain
+  transformers in the same dtype. Rounding in another order gives another error of the same size; 1.1 leaves room for
+  chance, and a wrong row does not fit in it.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onereplay.adapters.base import Adapter
+from onereplay.config import EncoderCudaGraphConfig
+from onereplay.core.items import Modality
+from onereplay.core.manager import EncoderCudaGraphManager
+from onereplay.core.plan import Eager, Plan, Reason, Replay
+from onereplay.encoder import Encoder
+from onereplay.geometry import Grid
+
+FP32_TOLERANCE = 1e-5
+HALF_RATIO = 1.1
+SMALL_BUDGETS = (64, 80, 128, 256)
+LARGE_BUDGETS = (64, 256, 1024, 5120)
+OWNERSHIP_BATCHES = 20
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One claim and whether it held."""
+
+    claim: str
+    passed: bool
+    detail: str
+
+
+def check_model(
+    spec: str,
+    *,
+    backend: str = "auto",
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+    budgets: Sequence[int] | None = None,
+    attention: str = "auto",
+    progress: Callable[[str], None] | None = None,
+) -> list[CheckResult]:
+    """Run every check of a model.
+
+    Args:
+        spec: a hub id, a directory, `preset:NAME` or `preset:NAME@tiny`.
+        backend: `traced`, `cuda` or `auto`.
+        device: where; CUDA if there is any by default.
+        dtype: of the encoder; bfloat16 on CUDA and float32 elsewhere by default.
+        seed: of the random pixels (and of a preset's weights).
+        budgets: token budgets to capture; by default four small ones on the CPU and up to 5,120 on CUDA.
+        attention: an attention back end.
+        progress: called with each claim before it is checked.
+
+    Returns:
+        One result a claim.
+
+    Raises:
+        OnereplayError: the model cannot be loaded or the options are refused; a failing claim does not raise.
+    """
+    on_cuda = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type == "cuda"
+    config = EncoderCudaGraphConfig(
+        token_budgets=tuple(budgets or (LARGE_BUDGETS if on_cuda else SMALL_BUDGETS)),
+        backend="traced" if backend == "auto" and not on_cuda else backend,
+        attention=attention,
+    )
+    options: dict[str, Any] = {"seed": seed} if spec.startswith("preset:") else {}
+    with Encoder.from_spec(spec, device=device, dtype=dtype, config=config, **options) as encoder:
+        return list(Checks(encoder, seed).run(progress or (lambda claim: None)))
+
+
+@dataclass
+class Checks:
+    """The checks of one encoder."""
+
+    encoder: Encoder
+    seed: int = 0
+    manager: EncoderCudaGraphManager[Any] = field(init=False)
+    adapter: Adapter[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.manager, self.adapter = self.encoder.manager, self.encoder.adapter
+        self.eager = EncoderCudaGraphManager(self.adapter, self.manager.config)
+        """Never captured: every batch of it is an eager forward."""
+        self.generator = torch.Generator(self.manager.device).manual_seed(self.seed)
+        self._exact = self._exact_copy()
+
+    def run(self, progress: Callable[[str], None]) -> Iterator[CheckResult]:
+        """Every claim, in order; a claim that raises fails with the error."""
+        for claim, check in self._claims():
+            progress(claim)
+            try:
+                passed, detail = check()
+            except Exception as error:  # a claim that raises is a claim that failed; the others still count
+                passed, detail = False, f"{type(error).__name__}: {error}"
+            yield CheckResult(claim, passed, detail)
+
+    def _claims(self) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
+        ladder = self.manager.capacities[self._path]
+        wanted = self.manager.config.ladder(self.adapter.max_batch_tokens, self._unit)
+        yield f"all {len(wanted)} budgets are captured", lambda: (len(ladder) == len(wanted), self._captured())
+        below = 0
+        for capacity in ladder:
+            edges = (("lower edge", below + self._unit), ("upper edge", capacity.tokens))
+            for edge, tokens in edges:
+                for name, grids in layouts(self.adapter, tokens, capacity.items):
+                    claim = f"budget {capacity.tokens}, {edge} ({tokens} tokens), {name}"
+                    yield claim, functools.partial(self._agrees, grids, capacity.tokens)
+            below = capacity.tokens
+        over = below + self._unit
+        for name, grids in layouts(self.adapter, over, 2)[:1]:
+            yield f"over the largest budget ({over} tokens), {name}", functools.partial(self._is_one_eager, grids)
+        yield "more items than the bound are one eager forward", self._too_many_items
+        yield "pixels of NaN in one batch leave no trace in the next", self._nan_leaves_no_trace
+        yield "poisoned static buffers do not show", self._poison_does_not_show
+        yield f"a result survives {OWNERSHIP_BATCHES} later batches bit for bit", self._results_are_owned
+        yield "the same batch gives the same bits again", self._repeats
+
+    @property
+    def _path(self) -> str:
+        return next(iter(self.adapter.paths()))
+
+    @property
+    def _unit(self) -> int:
+        """Tokens of the smallest item."""
+        return int(getattr(self.adapter, "tile_tokens", 1))
+
+    def _captured(self) -> str:
+        report = self.manager.report().capture
+        return f"{report}"
+
+    # ------------------------------------------------------------------ the three ways
+
+    def _inputs(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
+        return self.adapter.example_inputs(grids, self.generator)
+
+    def _replay(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Plan]:
+        batch = self.adapter.batch(**inputs)
+        return torch.cat(self.manager.encode(batch)), self.manager.plan(batch)
+
+    def _plain(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return plain_features(self.adapter, self.adapter.model, inputs)
+
+    def _reference(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        with _no_tf32():
+            return plain_features(self.adapter, self._exact, inputs)
+
+    def _exact_copy(self) -> Any:
+        """The model in float32; the model itself where it is."""
+        if self.manager.dtype == torch.float32:
+            return self.adapter.model
+        return copy.deepcopy(self.adapter.model).float()
+
+    def _errors(self, found: Tensor, inputs: Mapping[str, Tensor]) -> tuple[bool, str]:
+        """Whether `found` is as near to the reference as the module's rule asks, in words."""
+        reference = self._reference(inputs).double()
+        if found.shape != reference.shape:
+            return False, f"shape {tuple(found.shape)}, plain transformers gives {tuple(reference.shape)}"
+        if self.manager.dtype == torch.float32:
+            error = float((found.double() - reference).abs().max() / reference.abs().max().clamp(min=1))
+            return error <= FP32_TOLERANCE, f"error {error:.1e} <= {FP32_TOLERANCE:.0e}"
+        ours, plain = (_relative(rows.double(), reference) for rows in (found, self._plain(inputs)))
+        return (
+            ours <= HALF_RATIO * plain,
+            f"error {ours:.2e}, plain {plain:.2e}, ratio {ours / plain:.3f} <= {HALF_RATIO}",
+        )
+
+    # ------------------------------------------------------------------ claims
+
+    def _agrees(self, grids: Sequence[Grid], budget: int) -> tuple[bool, str]:
+        """One replay of this budget, as right as plain transformers; the eager forward too."""
+        inputs = self._inputs(grids)
+        found, steps = self._replay(inputs)
+        step = steps.steps[self._path]
+        if not isinstance(step, Replay) or step.capacity.tokens != budget:
+            return False, f"expected one replay of {budget}, got {steps}"
+        right, words = self._errors(found, inputs)
+        eager_right, eager_words = self._errors(torch.cat(self.eager.encode(self.adapter.batch(**inputs))), inputs)
+        return right and eager_right, words if eager_right else f"{words}; eager: {eager_words}"
+
+    def _is_one_eager(self, grids: Sequence[Grid]) -> tuple[bool, str]:
+        inputs = self._inputs(grids)
+        before = self.manager.report()
+        found, steps = self._replay(inputs)
+        after = self.manager.report()
+        step = steps.steps[self._path]
+        once = sum(after.eager[self._path].values()) - sum(before.eager[self._path].values()) == 1
+        right, words = self._errors(found, inputs)
+        return right and once and isinstance(step, Eager) and after.replays == before.replays, f"{steps}; {words}"
+
+    def _too_many_items(self) -> tuple[bool, str]:
+        bound = self.manager.config.items_bound
+        passed, words = self._is_one_eager([self._smallest()] * (bound + 1))
+        return passed and Reason.TOO_MANY_ITEMS.value in words, words
+
+    def _nan_leaves_no_trace(self) -> tuple[bool, str]:
+        capacity = self.manager.capacities[self._path][-1]
+        poison = self._inputs(layouts(self.adapter, capacity.tokens, capacity.items)[0][1])
+        self._replay({name: t * math.nan if t.is_floating_point() else t for name, t in poison.items()})
+        below = [other.tokens for other in self.manager.capacities[self._path][:-1]][-1:]
+        return self._agrees(layouts(self.adapter, sum(below) + self._unit, capacity.items)[0][1], capacity.tokens)
+
+    def _poison_does_not_show(self) -> tuple[bool, str]:
+        self.manager.poison()
+        capacity = self.manager.capacities[self._path][0]
+        return self._agrees([self._smallest()], capacity.tokens)
+
+    def _results_are_owned(self) -> tuple[bool, str]:
+        tokens = self.manager.capacities[self._path][0].tokens
+        name, grids = layouts(self.adapter, tokens, 1)[0]
+        kept = self.manager.encode(self.adapter.batch(**self._inputs(grids)))
+        copies = [rows.clone() for rows in kept]
+        for _ in range(OWNERSHIP_BATCHES):
+            self._replay(self._inputs(grids))
+        same = all(torch.equal(rows, before) for rows, before in zip(kept, copies, strict=True))
+        apart = not any(self.manager.owns(rows) for rows in kept)
+        return same and apart, f"{name}: {'unchanged' if same else 'changed'}, {'own' if apart else 'static'} memory"
+
+    def _repeats(self) -> tuple[bool, str]:
+        inputs = self._inputs(layouts(self.adapter, self.manager.capacities[self._path][0].tokens, 8)[-1][1])
+        first, second = self._replay(inputs)[0], self._replay(inputs)[0]
+        return torch.equal(first, second), f"{len(first)} rows"
+
+    def _smallest(self) -> Grid:
+        return layouts(self.adapter, self._unit, 1)[0][1][0]
+
+
+def layouts(adapter: Adapter[Any], tokens: int, max_items: int) -> list[tuple[str, list[Grid]]]:
+    """Batches of exactly this many tokens with other boundaries: one item, two items, many items, a video.
+
+    Args:
+        adapter: the model.
+        tokens: of the whole batch; a multiple of a tile's tokens for a model of tiles.
+        max_items: the most items of a batch.
+    """
+    if adapter.engine == "tiles":
+        tiles = tokens // int(adapter.tile_tokens)  # type: ignore[attr-defined]
+        return [(f"{tiles} tiles", [Grid(1, 1, 1)] * tiles)]
+    most = adapter.max_sequence_patches  # type: ignore[attr-defined]
+    merge = int(adapter.merge)  # type: ignore[attr-defined]
+    piece = tokens if most is None else most // merge**2
+    found = [("the fewest images", _split(tokens, -(-tokens // piece)))]
+    if tokens >= 2:
+        found.append(("two images" if piece == tokens else "more images", _split(tokens, 2 * -(-tokens // piece))))
+    many = min(tokens, max_items)
+    if many > 2 and tokens // many <= piece:
+        found.append((f"{many} images", _split(tokens, many)))
+    plans = [(name, [_rectangle(part, merge) for part in parts]) for name, parts in found if len(parts) <= max_items]
+    if Modality.VIDEO in adapter.modalities and tokens >= 4:
+        frames = max(t for t in range(2, 9) if t * (tokens // t) <= tokens)
+        clip = _rectangle(tokens // frames, merge)._replace(t=frames)
+        rest = tokens - frames * (tokens // frames)
+        plans.append((f"a video of {frames} frames", [clip, *([_rectangle(rest, merge)] if rest else [])]))
+    return plans
+
+
+def _split(tokens: int, parts: int) -> list[int]:
+    """`parts` unequal sizes that add up to `tokens`; the first takes the rest."""
+    small = tokens // parts
+    return [tokens - small * (parts - 1), *[small] * (parts - 1)]
+
+
+def _rectangle(tokens: int, merge: int) -> Grid:
+    """One frame of exactly this many tokens, as square as its divisors allow."""
+    height = max(side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0)
+    return Grid(1, height * merge, tokens // height * merge)
+
+
+def plain_features(adapter: Adapter[Any], model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+    """All rows that the stock entry points give, in the order of the adapter's batch: `(tokens, hidden)`."""
+    parts: list[Tensor] = []
+    device = adapter.device
+    for name, parameters in adapter.entry_points.items():
+        if parameters[0] in inputs:
+            arguments = {p: inputs[p].to(device) for p in parameters if p in inputs}
+            with torch.no_grad():
+                pooled = getattr(model, name)(**arguments).pooler_output
+            parts += [rows.reshape(-1, rows.shape[-1]) for rows in pooled]
+    return torch.cat(parts)
+
+
+def _relative(found: Tensor, reference: Tensor) -> float:
+    return float((found - reference).norm() / reference.norm())
+
+
+class _no_tf32:
+    """Float32 products in full float32 inside the block."""
+
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+    def __exit__(self, *exc: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._before
