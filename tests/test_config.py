@@ -30,9 +30,7 @@ BAD: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "rule"), BAD)
-def test_a_bad_value_is_refused_from_keyword_and_file_alike(
-    name: str, value: Any, rule: str, tmp_path: Path
-) -> None:
+def test_a_bad_value_is_refused_from_keyword_and_file_alike(name: str, value: Any, rule: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rule):
         EncoderCudaGraphConfig(**{name: value})
     file = tmp_path / "options.json"

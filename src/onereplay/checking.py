@@ -146,17 +146,22 @@ class Checks:
 
     # ------------------------------------------------------------------ the three ways
 
-    def _inputs(self, grids: Sequence[Grid]) -> dict[str, Tensor]:
-        return self.adapter.example_inputs(grids, self.generator)
+    def _inputs(self, grids: Sequence[Grid], *, grouped: bool = True) -> dict[str, Any]:
+        """Random pixels; tiles are grouped into items of three and one, unless every tile is to be an item."""
+        inputs: dict[str, Any] = dict(self.adapter.example_inputs(grids, self.generator))
+        if self.adapter.engine == "tiles" and grouped:
+            groups, rest = divmod(len(grids), 4)
+            inputs["num_patches"] = [3, 1] * groups + [1] * rest
+        return inputs
 
-    def _replay(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Plan]:
+    def _replay(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Plan]:
         batch = self.adapter.batch(**inputs)
         return torch.cat(self.manager.encode(batch)), self.manager.plan(batch)
 
-    def _plain(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _plain(self, inputs: Mapping[str, Any]) -> Tensor:
         return plain_features(self.adapter, self.adapter.model, inputs)
 
-    def _reference(self, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _reference(self, inputs: Mapping[str, Any]) -> Tensor:
         with _no_tf32():
             return plain_features(self.adapter, self._exact, inputs)
 
@@ -166,7 +171,7 @@ class Checks:
             return self.adapter.model
         return copy.deepcopy(self.adapter.model).float()
 
-    def _errors(self, found: Tensor, inputs: Mapping[str, Tensor]) -> tuple[bool, str]:
+    def _errors(self, found: Tensor, inputs: Mapping[str, Any]) -> tuple[bool, str]:
         """Whether `found` is as near to the reference as the module's rule asks, in words."""
         reference = self._reference(inputs).double()
         if found.shape != reference.shape:
@@ -193,8 +198,8 @@ class Checks:
         eager_right, eager_words = self._errors(torch.cat(self.eager.encode(self.adapter.batch(**inputs))), inputs)
         return right and eager_right, words if eager_right else f"{words}; eager: {eager_words}"
 
-    def _is_one_eager(self, grids: Sequence[Grid]) -> tuple[bool, str]:
-        inputs = self._inputs(grids)
+    def _is_one_eager(self, grids: Sequence[Grid], *, grouped: bool = True) -> tuple[bool, str]:
+        inputs = self._inputs(grids, grouped=grouped)
         before = self.manager.report()
         found, steps = self._replay(inputs)
         after = self.manager.report()
@@ -205,13 +210,13 @@ class Checks:
 
     def _too_many_items(self) -> tuple[bool, str]:
         bound = self.manager.config.items_bound
-        passed, words = self._is_one_eager([self._smallest()] * (bound + 1))
+        passed, words = self._is_one_eager([self._smallest()] * (bound + 1), grouped=False)
         return passed and Reason.TOO_MANY_ITEMS.value in words, words
 
     def _nan_leaves_no_trace(self) -> tuple[bool, str]:
         capacity = self.manager.capacities[self._path][-1]
         poison = self._inputs(layouts(self.adapter, capacity.tokens, capacity.items)[0][1])
-        self._replay({name: t * math.nan if t.is_floating_point() else t for name, t in poison.items()})
+        self._replay({name: t * math.nan if name.startswith("pixel_values") else t for name, t in poison.items()})
         below = [other.tokens for other in self.manager.capacities[self._path][:-1]][-1:]
         return self._agrees(layouts(self.adapter, sum(below) + self._unit, capacity.items)[0][1], capacity.tokens)
 
@@ -281,7 +286,7 @@ def _rectangle(tokens: int, merge: int) -> Grid:
     return Grid(1, height * merge, tokens // height * merge)
 
 
-def plain_features(adapter: Adapter[Any], model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
+def plain_features(adapter: Adapter[Any], model: Any, inputs: Mapping[str, Any]) -> Tensor:
     """All rows that the stock entry points give, in the order of the adapter's batch: `(tokens, hidden)`."""
     parts: list[Tensor] = []
     device = adapter.device

@@ -9,7 +9,7 @@ from onereplay.config import EncoderCudaGraphConfig
 from onereplay.encoder import Encoder
 from onereplay.presets import get_preset, preset_names
 
-BUDGETS = (64, 80, 128, 256, 512)
+BUDGETS = (64, 80, 128, 512)
 
 
 def tiny_preset(model_type: str) -> str:

@@ -5,10 +5,11 @@ the weights by the error of the logits (at most 128 products), so 64 `eps` absol
 one wrong row differs by more than 1e-2 at the sizes used here; float32 leaves 8e-6.
 """
 
+import importlib
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -101,26 +102,26 @@ def test_any_lengths_empty_ones_too_and_any_scale(lengths: list[int], scale: flo
     assert_close(found, by_hand(q, k, v, bounds, scale))
 
 
-def interleaved(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def interleaved(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """As one projection gives them: `(P, 3, H, D)`."""
-    return list(torch.stack([q, k, v], dim=1).unbind(1))
+    return torch.stack([q, k, v], dim=1).unbind(1)
 
 
-def heads_first(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """As transformers keeps them: `(H, P, D)`."""
-    return [rows.transpose(0, 1).contiguous().transpose(0, 1) for rows in (q, k, v)]
+    return tuple(rows.transpose(0, 1).contiguous().transpose(0, 1) for rows in (q, k, v))
 
 
-def every_second_row(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    return [rows.repeat_interleave(2, dim=0)[::2] for rows in (q, k, v)]
+def every_second_row(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return tuple(rows.repeat_interleave(2, dim=0)[::2] for rows in (q, k, v))
 
 
 @pytest.mark.parametrize("strided", [interleaved, heads_first, every_second_row])
-def test_strided_inputs_give_the_same_contiguous_result(strided: Callable[..., list[Tensor]]) -> None:
+def test_strided_inputs_give_the_same_contiguous_result(strided: Callable[..., tuple[Tensor, ...]]) -> None:
     q, k, v = heads(10)
-    views = strided(q, k, v)
-    assert not views[0].is_contiguous()
-    found = varlen_attention(*views, offsets(0, 3, 10), 7, 0.25, "reference")
+    query, key, value = strided(q, k, v)
+    assert not query.is_contiguous()
+    found = varlen_attention(query, key, value, offsets(0, 3, 10), 7, 0.25, "reference")
     assert found.is_contiguous()
     assert_close(found, by_hand(q, k, v, [0, 3, 10], 0.25))
 
@@ -241,14 +242,35 @@ def test_the_choice_of_auto_is_logged_once_a_kind(
     ]
 
 
-def test_looking_for_a_package_that_is_absent_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ModuleNotFoundError(name)
+@pytest.fixture
+def forget() -> Iterator[None]:
+    """What was found out about the package is asked anew, before and after."""
+    fa4_installed.cache_clear()
+    yield
+    fa4_installed.cache_clear()
 
-    monkeypatch.setattr(importlib.util, "find_spec", missing)
-    fa4_installed.cache_clear()
+
+def fails_with(error: Exception) -> Callable[[str], None]:
+    def fail(name: str) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.usefixtures("forget")
+def test_looking_for_a_package_that_is_absent_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", fails_with(ModuleNotFoundError("flash_attn")))
     assert not fa4_installed()
-    fa4_installed.cache_clear()
+
+
+@pytest.mark.usefixtures("forget")
+def test_a_broken_package_counts_as_absent_and_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(importlib, "import_module", fails_with(ImportError("undefined symbol")))
+    assert not fa4_installed()
+    assert "undefined symbol" in caplog.text
 
 
 # ------------------------------------------------------------------ the operator
@@ -281,7 +303,9 @@ def test_the_operator_is_registered_as_pytorch_demands(strided: bool, key_heads:
     q, k, v = heads(8, 4, key_heads)
     if strided:
         q, k, v = heads_first(q, k, v)
-    torch.library.opcheck(varlen_attention, (q, k, v, offsets(0, 3, 3, 8), 5, 0.25, "reference"))
+    torch.library.opcheck(
+        torch.ops.onereplay.varlen_attention.default, (q, k, v, offsets(0, 3, 3, 8), 5, 0.25, "reference")
+    )
 
 
 # ------------------------------------------------------------------ transformers calls it
@@ -388,6 +412,41 @@ def test_a_call_that_is_not_ours_keeps_every_argument() -> None:
     output, _ = attention_forward(grouped, q, k, v, None, scaling=0.25, dropout=0.0)
     assert torch.equal(output, expected)
     assert not torch.equal(output, sdpa_attention_forward(grouped, q, k, v, None, scaling=0.25, is_causal=False)[0])
+
+
+def tiles() -> tuple[Tensor, Tensor, Tensor]:
+    """`(tiles, heads, rows, D)` as transformers hands a batch over."""
+    q, k, v = torch.randn(3, 4, 5, 2, 8, generator=torch.Generator().manual_seed(5)).unbind(0)
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def test_tiles_attend_to_themselves_alone_through_the_operator(config: Siglip2VisionConfig) -> None:
+    q, k, v = tiles()
+    with use_varlen(config, "reference", tiles=True):
+        output, _ = attention_forward(MODULE, q, k, v, None, scaling=0.25)
+        trace = make_fx(lambda q, k, v: attention_forward(MODULE, q, k, v, None, scaling=0.25)[0])(q, k, v)
+    assert output.shape == (4, 5, 2, 8)
+    for tile in range(4):
+        rows = [part[tile].transpose(0, 1) for part in (q, k, v)]
+        assert_close(output[tile], by_hand(rows[0], rows[1], rows[2], [0, 5], 0.25))
+    assert torch.ops.onereplay.varlen_attention.default in [node.target for node in trace.graph.nodes]
+
+
+def test_tiles_with_a_mask_are_transformers_own(config: Siglip2VisionConfig) -> None:
+    mask = (torch.arange(5) < 3).expand(4, 1, 5, 5)
+    expected, _ = sdpa_attention_forward(MODULE, *tiles(), mask, scaling=0.25, is_causal=False)
+    with use_varlen(config, "auto", tiles=True):
+        output, _ = attention_forward(MODULE, *tiles(), mask, scaling=0.25, is_causal=False)
+    assert torch.equal(output, expected)
+
+
+def test_a_batch_outside_a_block_of_tiles_is_transformers_own(config: Siglip2VisionConfig) -> None:
+    expected, _ = sdpa_attention_forward(MODULE, *tiles(), None, scaling=0.25, is_causal=False)
+    with use_varlen(config, "fa2", tiles=True):
+        pass
+    assert torch.equal(attention_forward(MODULE, *tiles(), None, scaling=0.25, is_causal=False)[0], expected)
+    with use_varlen(config, "fa2"):
+        assert torch.equal(attention_forward(MODULE, *tiles(), None, scaling=0.25, is_causal=False)[0], expected)
 
 
 # ------------------------------------------------------------------ the name of a tower's attention

@@ -17,7 +17,7 @@ from onereplay.cli.options import _CONFIG_FLAGS
 from onereplay.config import EncoderCudaGraphConfig, load_config
 from onereplay.core.budgets import token_budgets
 from onereplay.errors import ConfigError
-from tests.cli.conftest import INTERNVL, QWEN, Run
+from tests.cli.conftest import INTERNVL, QWEN, Run, picture
 
 NO_TORCH = """
 import sys
@@ -89,24 +89,20 @@ def test_a_bad_option_has_one_message_from_flag_and_environment_before_anything_
 ) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(environment={}, flags={option: value})
-    absent = {
-        "encode": ("absent.png", "-m", "./no-such-model", "-o", tmp_path / "out"),
-        "plan": ("./no-such-model", "x"),
-    }
-    by_flag = run(command, *absent[command], f"--{option.replace('_', '-')}={value}")
-    by_environment = run(command, *absent[command], env={f"ONEREPLAY_{option.upper()}": value})
+    encode = ("encode", "absent.png", "-m", "./no-such-model", "-o", tmp_path / "out")
+    arguments = encode if command == "encode" else ("plan", "./no-such-model", "absent.png")
+    by_flag = run(*arguments, f"--{option.replace('_', '-')}={value}")
+    by_environment = run(*arguments, env={f"ONEREPLAY_{option.upper()}": value})
     assert by_flag.exit_code == by_environment.exit_code == 2
     assert by_flag.stderr == by_environment.stderr == f"error: {refused.value}\n"
     assert not (tmp_path / "out").exists()
 
 
 def test_flags_override_a_config_file_and_none_lifts_the_cap(tmp_path: Path, run: Run) -> None:
-    from tests.cli.conftest import picture
-
     large = picture(tmp_path / "large.png", 900, 900)
     (tmp_path / "options.toml").write_text("max_token_budget = 512\n")
     config = ("--config", tmp_path / "options.toml", "--json")
-    for flags, budget in ((), None), (("--max-token-budget", "none"), 1024 + 128):
+    for flags, budget in ((), None), (("--max-token-budget", "none"), 1024):
         batches = json.loads(run("plan", QWEN, large, *config, *flags).stdout)["batches"]
         assert batches[0]["steps"]["vision"].get("budget") == budget
 
@@ -192,7 +188,8 @@ def test_check_refuses_a_bad_backend_as_every_entry_point_does(run: Run) -> None
     assert (result.exit_code, result.stderr) == (2, f"error: {refused.value}\n")
 
 
-def test_check_holds_for_a_tiny_model(run: Run) -> None:
+def test_check_holds_for_a_tiny_model(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("onereplay.checking.SMALL_BUDGETS", (64,))
     result = run("check", INTERNVL)
     assert result.exit_code == 0, result.output
     assert "claims hold" in result.stdout

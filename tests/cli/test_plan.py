@@ -12,11 +12,13 @@ from onereplay.cli.batches import batched
 from onereplay.core.items import Item, Modality, PathSize
 from onereplay.core.plan import Capacity
 from onereplay.encoder import Encoder
-from tests.cli.conftest import INTERNVL, LFM2, QWEN, Run, index_of, picture
+from tests.cli.conftest import EAGER, INTERNVL, LFM2, QWEN, Run, index_of, picture
 
 
-@pytest.mark.parametrize("model", [QWEN, INTERNVL])
-@pytest.mark.parametrize("flags", [(), ("--token-budgets", "16,64"), ("--max-items-per-batch", "2")])
+@pytest.mark.parametrize(
+    ("model", "flags"),
+    [(QWEN, ()), (QWEN, ("--token-budgets", "16,64")), (INTERNVL, ("--max-items-per-batch", "2"))],
+)
 def test_plan_says_what_encode_then_does(
     model: str, flags: tuple[str, ...], pictures: Path, tmp_path: Path, run: Run
 ) -> None:
@@ -35,9 +37,8 @@ def test_plan_says_what_encode_then_does(
     totals, report = plan["totals"], summary["report"]
     assert (totals["batches"], totals["padding_tokens"]) == (report["batches"], report["padding_tokens"])
     assert totals["padding_fraction"] == report["padding_fraction"]
-    assert _sizes(plan) == [
-        len(list(group)) for _, group in groupby(e["batch_ms"] for e in summary["items"] if e["steps"])
-    ]
+    clocks = [entry["batch_ms"] for entry in summary["items"] if entry["steps"]]
+    assert _sizes(plan) == [len(list(group)) for _, group in groupby(clocks)]
 
 
 def _sizes(plan: Any) -> list[int]:
@@ -96,5 +97,5 @@ def test_batches_are_full_in_order_and_never_hold_what_no_budget_does() -> None:
 
 def test_encode_writes_nothing_that_plan_did_not_list(pictures: Path, tmp_path: Path, run: Run) -> None:
     plan = json.loads(run("plan", QWEN, pictures, "--json", "--limit", 2).stdout)
-    run("encode", pictures, "-m", QWEN, "-o", tmp_path / "out", "--limit", 2)
+    run("encode", pictures, *EAGER, "-o", tmp_path / "out", "--limit", 2)
     assert [item["path"] for item in plan["items"]] == [entry["path"] for entry in index_of(tmp_path / "out")["items"]]

@@ -15,7 +15,7 @@ from torch import Tensor
 from onereplay.core.buffers import Array, Buffers, Declaration, Layout, Offsets, Packed, Rows, Staged, Tail
 from onereplay.core.items import PathSize
 from onereplay.core.plan import Capacity
-from onereplay.core.staging import Block, Staging
+from onereplay.core.staging import Block, Staging, exact_buffers
 from onereplay.errors import CapacityError
 
 MERGE = 4
@@ -455,3 +455,14 @@ def test_pixels_that_are_not_as_many_rows_as_the_sizes_say_are_an_error(rows: in
     room = replace(EXACT, patches=EXACT.patches + spare, tokens=EXACT.tokens + spare)
     with pytest.raises(CapacityError, match="pixels"):
         load(packed, EXACT, room)
+
+
+@pytest.mark.parametrize("parts", [1, 3], ids=["one source", "several sources"])
+@pytest.mark.parametrize("rows", [EXACT.patches + 3, EXACT.patches - 3], ids=["too many", "too few"])
+def test_pixels_of_an_eager_batch_that_are_not_as_many_rows_as_the_sizes_say_are_an_error(
+    rows: int, parts: int
+) -> None:
+    pixels: Any = torch.ones(rows, 3).chunk(parts)
+    packed = replace(packed_of(ITEMS), staged={"pixels": pixels})
+    with pytest.raises(CapacityError, match="pixels"):
+        exact_buffers(packed, Layout(DECLARATIONS, EXACT, padded=False), torch.float32, torch.device("cpu"))

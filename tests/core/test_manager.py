@@ -143,18 +143,27 @@ def test_a_batch_at_each_edge_of_each_budget_is_right_and_replays_the_smallest()
         assert_right(adapter, batch, manager.encode(batch))
 
 
-def test_padding_and_output_rows_full_of_nan_do_not_leak() -> None:
+def test_nan_and_garbage_in_every_static_buffer_do_not_leak() -> None:
     adapter = DummyAdapter()
     manager = captured(adapter)
     path = manager._paths["main"]
     for tokens in ([32], [20, 4], [1], [8], [3]):
-        for tensor in (*path.block.staged.values(), *path.outputs):
-            tensor.fill_(torch.nan)
-        path.block.metadata.fill_(0xFF)
+        manager.poison()
+        assert all(tensor.isnan().all() for tensor in (*path.block.staged.values(), *path.outputs))
+        assert (path.block.metadata == 0xFF).all()
         batch = batch_of(*(picture(random(), n) for n in tokens))
         assert isinstance(manager.plan(batch).steps["main"], Replay)
         assert_right(adapter, batch, manager.encode(batch))
-        assert all(row.isfinite().all() for row in adapter.rows["main"])
+        assert all(rows.isfinite().all() for rows in adapter.rows["main"])
+
+
+def test_a_manager_owns_its_static_buffers_and_no_result() -> None:
+    manager = captured(DummyAdapter(), config(8))
+    path = manager._paths["main"]
+    for static in (*path.block.tensors(), *path.outputs):
+        assert manager.owns(static)
+        assert manager.owns(static[1:])
+    assert not any(manager.owns(result) for n in (3, 9) for result in manager.encode(batch_of(picture(random(), n))))
 
 
 def test_results_share_no_memory_with_a_static_buffer_or_an_input() -> None:
@@ -527,6 +536,17 @@ def test_a_report_is_a_snapshot() -> None:
     manager.encode(batch_of(picture(random(), 3)))
     assert before.batches == 0
     assert before.replays == {"main": {}}
+
+
+def test_a_batch_that_ran_elsewhere_is_counted_and_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    manager = captured(DummyAdapter(), config(8))
+    for _ in range(2):
+        manager.count_outside(Reason.UNSUPPORTED_INPUT, "attentions were asked for")
+    assert manager.report().eager == {"main": {"unsupported input": 2}}
+    assert manager.report().eager_tokens == 0
+    assert [record.getMessage() for record in caplog.records if "eager" in record.message] == [
+        "path 'main': an eager forward, unsupported input (attentions were asked for); logged once a reason"
+    ]
 
 
 def test_a_batch_that_raises_is_not_counted_and_the_next_ones_work() -> None:

@@ -5,6 +5,7 @@ Values are copied or rounded once, so every comparison is exact.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -194,13 +195,43 @@ def test_joining_sources_takes_no_copy_a_source() -> None:
     assert writes.calls["cat"] == 2  # pixels, tiles
 
 
+DEVICE = torch.device("meta")
+"""Stands for a device other than the host: copies to it can be counted."""
+
+
 def test_an_exact_batch_crosses_in_one_copy_of_metadata_and_one_of_each_staged_tensor() -> None:
+    layout = Layout(DECLARATIONS, capacity_of(7, 3), padded=False)
     with Writes() as writes:
-        exact_buffers(
-            random_packed([3, 4], [1, 2]), Layout(DECLARATIONS, capacity_of(7, 3), padded=False), torch.float32, CPU
-        )
-    assert writes.calls["copy_"] == 3
+        found = exact_buffers(random_packed([3, 4], [1, 2]), layout, torch.float32, DEVICE)
+    assert writes.calls["_to_copy"] + writes.calls["copy_"] == 3
     assert writes.calls["cat"] == 2
+    assert all(tensor.device.type == "meta" for tensor in found.values())
+
+
+def on_device(packed: Packed) -> Packed:
+    return replace(packed, staged={name: [part.to(DEVICE) for part in parts] for name, parts in packed.staged.items()})
+
+
+@pytest.mark.parametrize("rows", [[9], [4, 5]], ids=["one source", "two sources"])
+def test_pixels_on_the_device_do_not_go_through_the_host(rows: list[int]) -> None:
+    block, staging = Block([LARGE], torch.float32, DEVICE), Staging([LARGE], torch.float32, DEVICE)
+    host, packed = staging._turns[0].block, on_device(random_packed(rows, [1, 1]))
+    with Writes(**host.staged) as writes:
+        staging.load(packed, LARGE, block)
+    assert not writes.written
+    assert writes.calls["_to_copy"] == 0
+    assert writes.calls["copy_"] == (3 if len(rows) == 1 else 2) - 1  # metadata, and a single source; tiles are joined
+
+
+def test_an_exact_batch_takes_pixels_on_the_device_as_they_are() -> None:
+    packed = on_device(random_packed([7], [3]))
+    layout = Layout(DECLARATIONS, capacity_of(7, 3), padded=False)
+    with Writes() as writes:
+        found = exact_buffers(packed, layout, torch.float32, DEVICE)
+    assert writes.calls["_to_copy"] + writes.calls["copy_"] == 1  # metadata
+    assert found.pixels.shape == (7, WIDTH)
+    converted = exact_buffers(packed, layout, torch.bfloat16, DEVICE)
+    assert converted.pixels.dtype == converted.tiles.dtype == torch.bfloat16
 
 
 READERS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "nonzero"}

@@ -14,6 +14,7 @@ at 256 and 2.7 times at 64.
 """
 
 import functools
+import importlib
 import importlib.util
 import logging
 from itertools import pairwise
@@ -69,11 +70,18 @@ def _log_choice(backend: str, long_sequences: bool) -> str:
 
 @functools.cache
 def fa4_installed() -> bool:
-    """True if the `flash-attn-4` package can be imported."""
+    """True if the `flash-attn-4` package can be imported; a broken installation is logged and counts as absent."""
     try:
-        return importlib.util.find_spec("flash_attn.cute") is not None
+        if importlib.util.find_spec("flash_attn.cute") is None:
+            return False
     except ModuleNotFoundError:
         return False
+    try:
+        importlib.import_module("flash_attn.cute")
+    except ImportError as error:
+        logger.warning("flash-attn-4 is installed but cannot be imported (%s); attention='auto' uses fa2", error)
+        return False
+    return True
 
 
 @functools.cache

@@ -62,19 +62,19 @@ def attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
-    rows = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
+    q, k, v = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     backend = resolve_backend(_active.backend, query.device, max_seqlen)
-    return varlen_attention(*rows, cu_seqlens, max_seqlen, scale, backend).unsqueeze(0), None
+    return varlen_attention(q, k, v, cu_seqlens, max_seqlen, scale, backend).unsqueeze(0), None
 
 
 def _tiles_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     tiles, _, length, size = query.shape
     cu_seqlens = torch.arange(0, (tiles + 1) * length, length, dtype=torch.int32, device=query.device)
-    rows = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
+    q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
     scale = scaling if scaling is not None else size**-0.5
     backend = resolve_backend(_active.backend, query.device, length)
-    output: Tensor = varlen_attention(*rows, cu_seqlens, length, scale, backend)
+    output = varlen_attention(q, k, v, cu_seqlens, length, scale, backend)
     return output.view(tiles, length, *output.shape[1:])
 
 

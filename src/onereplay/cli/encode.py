@@ -110,7 +110,7 @@ class _Run:
     allow_urls: bool
 
     def rows(self, given: Sequence[Input], names: Sequence[str]) -> Iterator[_Done]:
-        """One row an input, in order. Inputs that are none end a batch no more than an absent file would."""
+        """One row an input, in order. What is no file is not given to the encoder, so it ends no batch."""
         readable = [entry.source for entry in given if not entry.error]
         encoded = self.encoder.encode_each(readable, video=self.video, allow_urls=self.allow_urls)
         for entry, name in zip(given, names, strict=True):

@@ -21,12 +21,12 @@ def window_order(grid: Grid, u: int, m: int) -> Int64:
 def window_lengths(grid: Grid, u: int, m: int) -> Int64:
     """Patches of each window, in window order: int64 `(t * ceil(h/(m*u)) * ceil(w/(m*u)),)`, none empty."""
     _, units = np.unique(_window_of_unit(grid, u, m), return_counts=True)
-    lengths: Int64 = np.array(units * (m * m), dtype=np.int64)
-    return lengths
+    return units.astype(np.int64) * (m * m)
 
 
 def _window_of_unit(grid: Grid, u: int, m: int) -> Int64:
     """The number of the window that each unit lies in, units in raster order: int64 `(tokens,)`."""
     frames, rows, columns = np.indices((grid.t, grid.h // m, grid.w // m), dtype=np.int64)
     down, across = -(-(grid.h // m) // u), -(-(grid.w // m) // u)
-    return ((frames * down + rows // u) * across + columns // u).ravel()
+    window: Int64 = (frames * down + rows // u) * across + columns // u
+    return window.ravel()
