@@ -29,11 +29,12 @@ class Accelerated:
     """A model whose vision encoder runs under graphs; made by `accelerate`, undone by `restore`."""
 
     def __init__(self, model: Any, config: EncoderCudaGraphConfig) -> None:
-        self.adapter = adapter_for(model, config.attention)
-        check_options(self.adapter, config, self.adapter.device)
-        self._base = self.adapter.model
+        plain = adapter_for(model)
+        check_options(plain, config, plain.device)
+        self._base = plain.model
         if _MARK in vars(self._base):
             raise OnereplayError("this model is accelerated already; call restore() on the first handle")
+        self.adapter = adapter_for(model, config)
         self.manager: EncoderCudaGraphManager[Any] = EncoderCudaGraphManager(self.adapter, config)
         self.manager.capture()
         for name, parameters in self.adapter.entry_points.items():
@@ -80,6 +81,7 @@ class Accelerated:
         for name in (*self.adapter.entry_points, _MARK):
             vars(self._base).pop(name, None)
         self.manager.close()
+        self.adapter.rewritten.restore()
 
     def __enter__(self) -> Self:
         return self

@@ -21,8 +21,8 @@ DEFAULT_MAX_ITEMS = 64
 
 ATTENTION_BACKENDS = ("auto", "fa2", "fa4", "reference")
 GRAPH_BACKENDS = ("auto", "cuda", "traced")
-REWRITES: tuple[str, ...] = ()
-"""Names of the exact rewrites in `onereplay.optimize`; none ships yet."""
+REWRITES = ("patch_embedding", "aligned_mlp", "compiled_blocks")
+"""Names of the exact rewrites in `onereplay.optimize`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class EncoderCudaGraphConfig:
             many as items. More slots let videos of many small frames replay, and cost a little attention time.
         attention: `auto`, `fa2`, `fa4` or `reference`; see `onereplay.attention`.
         backend: `auto` (CUDA graphs on a CUDA device, traced graphs elsewhere), `cuda` or `traced`.
-        optimize: names of exact weight rewrites to apply.
+        optimize: names of the exact rewrites of `onereplay.optimize` to apply; `None` is all of them under CUDA graphs
+            and none elsewhere, an empty list is none.
 
     Raises:
         ConfigError: a value is refused; the message names the option, the value, the rule and the fix.
@@ -52,7 +53,7 @@ class EncoderCudaGraphConfig:
     max_frames_per_batch: int | None = None
     attention: str = "auto"
     backend: str = "auto"
-    optimize: tuple[str, ...] = ()
+    optimize: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_token_budget", "max_items_per_batch", "max_frames_per_batch"):
@@ -67,7 +68,8 @@ class EncoderCudaGraphConfig:
                 )
         _one_of("attention", self.attention, ATTENTION_BACKENDS)
         _one_of("backend", self.backend, GRAPH_BACKENDS)
-        self._set("optimize", _rewrites(self.optimize))
+        if self.optimize is not None:
+            self._set("optimize", _rewrites(self.optimize))
 
     @property
     def items_bound(self) -> int:
@@ -174,6 +176,8 @@ def _parse(name: str, text: str) -> Any:
         return text.strip()
     if text.strip().lower() == "none":
         return () if name == "optimize" else None
+    if name == "optimize" and text.strip().lower() == "auto":
+        return None
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if name == "optimize":
         return tuple(parts)
@@ -199,7 +203,7 @@ def _rewrites(names: object) -> tuple[str, ...]:
         raise ConfigError(f"optimize={names!r} is not a list of names; give one such as ['name'] or []")
     for name in names:
         if name not in REWRITES:
-            raise ConfigError(f"optimize={name!r} is unknown; use one of {', '.join(REWRITES) or 'none (none ships)'}")
+            raise ConfigError(f"optimize={name!r} is unknown; use one of {', '.join(REWRITES)}")
     return tuple(dict.fromkeys(names))
 
 

@@ -6,7 +6,6 @@
 """
 
 import functools
-import itertools
 import logging
 import os
 import time
@@ -23,16 +22,17 @@ from onereplay.adapters import adapter_class, adapter_for
 from onereplay.adapters.base import Adapter
 from onereplay.attention import resolve_backend
 from onereplay.config import EncoderCudaGraphConfig
+from onereplay.core.budgets import positive
 from onereplay.core.graphs import backend_name
 from onereplay.core.items import Item
 from onereplay.core.manager import EncoderCudaGraphManager
-from onereplay.core.plan import Capacity, Plan, plan
+from onereplay.core.plan import Capacity, Plan, batches
 from onereplay.core.stats import Report
-from onereplay.errors import InputError, MissingDependencyError, OnereplayError
+from onereplay.errors import ConfigError, InputError, OnereplayError
+from onereplay.optimize import choose
 
 logger = logging.getLogger(__name__)
 
-PRESET_PREFIX = "preset:"
 Source = Any
 """An image or a video: a path, bytes, a file object, a data URI, a PIL image, an array, a `media.Video`."""
 
@@ -44,6 +44,12 @@ class VideoOptions:
     fps: float | None = 2.0
     """Frames taken a second; `None` takes every frame."""
     max_frames: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fps is not None and not self.fps > 0:
+            raise ConfigError(f"fps={self.fps!r} is not positive; give frames a second, or None for every frame")
+        if self.max_frames is not None:
+            positive("max_frames", self.max_frames)
 
 
 @dataclass(frozen=True)
@@ -161,8 +167,8 @@ class Encoder:
         revision: str | None = None,
     ) -> None:
         config = config or EncoderCudaGraphConfig()
-        self.adapter = adapter_for(model, config.attention)
-        check_options(self.adapter, config, self.adapter.device)
+        check_options(adapter_for(model), config, adapter_for(model).device)
+        self.adapter = adapter_for(model, config)
         self.preprocessor = Preprocessor(self.adapter, processor, revision)
         self.manager: EncoderCudaGraphManager[Any] = EncoderCudaGraphManager(self.adapter, config)
         self.manager.capture()
@@ -170,8 +176,8 @@ class Encoder:
     @classmethod
     def from_spec(cls, spec: str, **options: Any) -> Self:
         """From a hub id, a local directory, `preset:NAME` or `preset:NAME@tiny`; options as of the two below."""
-        if spec.startswith(PRESET_PREFIX):
-            return cls.from_preset(spec.removeprefix(PRESET_PREFIX), **options)
+        if spec.startswith(presets.PREFIX):
+            return cls.from_preset(spec.removeprefix(presets.PREFIX), **options)
         return cls.from_pretrained(spec, **options)
 
     @classmethod
@@ -317,54 +323,36 @@ class Encoder:
         A batch takes the next sources as long as it can be replayed; a source that no budget holds is a batch of its
         own and runs eagerly. A source that cannot be read yields its error, and the rest goes on.
         """
-        pending: list[tuple[int, Source, Any]] = []
-        for index, source in enumerate(sources):
-            batch = self._read(index, source, video, allow_urls)
-            if isinstance(batch, OnereplayError):
-                yield from self._flush(pending)
-                pending = []
-                yield Encoded(index, media.describe(source), error=batch)
-                continue
-            if pending and not self._replayable([*(entry for _, _, entry in pending), batch]):
-                yield from self._flush(pending)
-                pending = []
-            pending.append((index, source, batch))
-        yield from self._flush(pending)
+        read = ((index, source, self._read(index, source, video, allow_urls)) for index, source in enumerate(sources))
+        for group in batches(read, _item_of, lambda: self.manager.capacities):
+            yield from self._encode_group(group)
 
     def _read(self, index: int, source: Source, video: VideoOptions | None, allow_urls: bool) -> Any | OnereplayError:
-        """A batch of one item, or the error of the source. A missing package is raised: it fails every source."""
+        """A batch of one item, or the error of the source. What fails every source (a missing package, no image
+        processor) is raised: it is no `InputError`."""
         try:
             return self.preprocessor.batch(source, video, allow_urls=allow_urls)
-        except MissingDependencyError:
-            raise
-        except OnereplayError as error:
+        except InputError as error:
             error.add_note(f"source {index}: {media.describe(source)}")
             return error
 
-    def _replayable(self, batches: Sequence[Any]) -> bool:
-        items = list(itertools.chain.from_iterable(batch.items for batch in batches))
-        return plan(items, self.manager.capacities).all_replayed
-
-    def _flush(self, pending: Sequence[tuple[int, Source, Any]]) -> Iterator[Encoded]:
-        if not pending:
-            return
+    def _encode_group(self, group: Sequence[tuple[int, Source, Any]]) -> Iterator[Encoded]:
+        """The entries of one batch, in order; errors among them ride along."""
+        good = [entry for entry in group if not isinstance(entry[2], OnereplayError)]
         start = time.perf_counter()
-        batch = self.adapter.join([entry for _, _, entry in pending])
+        batch = self.adapter.join([entry for _, _, entry in good])
         steps = self.manager.plan(batch)
-        features = self.manager.encode(batch)
+        features = iter(self.manager.encode(batch))
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         seconds = time.perf_counter() - start
-        for (index, source, _), item, rows in zip(pending, batch.items, features, strict=True):
-            yield Encoded(
-                index=index,
-                source=media.describe(source),
-                features=rows,
-                item=item,
-                plan=steps,
-                batch_size=len(pending),
-                batch_seconds=seconds,
-            )
+        for index, source, entry in group:
+            name = media.describe(source)
+            if isinstance(entry, OnereplayError):
+                yield Encoded(index, name, error=entry)
+            else:
+                (item,) = entry.items
+                yield Encoded(index, name, next(features), None, item, steps, len(good), seconds)
 
     # ------------------------------------------------------------------ about
 
@@ -383,8 +371,9 @@ class Encoder:
         return self.manager.report()
 
     def close(self) -> None:
-        """Give back graphs and buffers; the model stays. Calling again does nothing."""
+        """Give back graphs and buffers; the model is as it was. Calling again does nothing."""
         self.manager.close()
+        self.adapter.rewritten.restore()
 
     def __enter__(self) -> Self:
         return self
@@ -401,8 +390,8 @@ def planner(
     Raises:
         ConfigError, CheckpointError, UnsupportedModelError: as `Encoder.from_spec`.
     """
-    if spec.startswith(PRESET_PREFIX):
-        preset = presets.get_preset(spec.removeprefix(PRESET_PREFIX))
+    if spec.startswith(presets.PREFIX):
+        preset = presets.get_preset(spec.removeprefix(presets.PREFIX))
         processor: Any
         model_config, processor = presets.hf_config(preset), preset.processor
     else:
@@ -423,11 +412,21 @@ def check_options(adapter: Adapter[Any], config: EncoderCudaGraphConfig, device:
         adapter.capacities(path, config)
     backend_name(config.backend, device)
     resolve_backend(config.attention, device, 1)
+    choose(config.optimize, device, config.backend)
 
 
 def _placement(device: str | torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"device={device!r} is unknown to PyTorch; use cpu or cuda") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={device!r}, but PyTorch finds no CUDA device; use cpu")
     return chosen, dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)
+
+
+def _item_of(entry: tuple[int, Source, Any]) -> Item | None:
+    return None if isinstance(entry[2], OnereplayError) else entry[2].items[0]
 
 
 def _listed(sources: Sequence[Source]) -> Sequence[Source]:

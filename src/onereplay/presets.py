@@ -23,6 +23,9 @@ from onereplay.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+PREFIX = "preset:"
+"""Marks a preset where a model is asked for: `preset:NAME`."""
+
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 _IMAGENET_MEAN = [0.485, 0.456, 0.406]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from onereplay import __version__, presets
-from onereplay.adapters.base import MAX_BATCH_TOKENS
+from onereplay.core.budgets import MAX_BATCH_TOKENS
 from onereplay.adapters.registry import ADAPTERS
 from onereplay.cli.options import _CONFIG_FLAGS
 from onereplay.config import EncoderCudaGraphConfig, load_config

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 
 from onereplay import loading
-from onereplay.cli.batches import batched
-from onereplay.core.items import Item, Modality, PathSize
-from onereplay.core.plan import Capacity
 from onereplay.encoder import Encoder
 from tests.cli.conftest import EAGER, INTERNVL, LFM2, QWEN, Run, index_of, picture
 
@@ -82,17 +79,6 @@ def test_a_packages_absence_ends_the_plan_with_the_install_line(
     result = run("plan", LFM2, pictures)
     assert result.exit_code == 2
     assert 'pip install "onereplay[torchvision]"' in result.stderr
-
-
-def test_batches_are_full_in_order_and_never_hold_what_no_budget_does() -> None:
-    capacities = {"vision": [Capacity(tokens=8, patches=8, sequences=8, items=8, longest=8)]}
-
-    def item(tokens: int) -> Item | None:
-        size = PathSize(tokens, tokens, 1, longest=tokens)
-        return Item(Modality.IMAGE, {"vision": size}) if tokens else None
-
-    entries = [4, 4, 1, 9, 3, 0, 5, 9, 9]  # 0 stands for a source that cannot be read.
-    assert list(batched(entries, item, capacities)) == [[4, 4], [1], [9], [3], [5], [9], [9]]
 
 
 def test_encode_writes_nothing_that_plan_did_not_list(pictures: Path, tmp_path: Path, run: Run) -> None:

@@ -93,6 +93,16 @@ def test_capturing_computes_nothing_and_leaves_buffers_alone() -> None:
     assert (outputs[0] == -1).all()
 
 
+def test_a_replay_runs_on_the_buffers_themselves() -> None:
+    """A forward that writes into a buffer does so at each replay, as in a CUDA graph; no copy hides it."""
+    rows, outputs = torch.zeros(5), [torch.zeros(5)]
+    graph = TracedGraphs().capture(lambda x: (x.add_(1) * 10,), [rows], outputs)
+    for replay in (1, 2, 3):
+        graph.replay()
+        assert (rows == replay).all()
+        assert (outputs[0] == replay * 10).all()
+
+
 def test_results_are_copied_into_the_output_buffers() -> None:
     rows, outputs = torch.randn(5, 3), [torch.zeros(5, 3), torch.zeros(5)]
     addresses = [output.data_ptr() for output in outputs]
@@ -211,6 +221,7 @@ ALLOWED: dict[str, Body] = {
     "index_add": lambda x, n, m: torch.zeros(4, 3).index_add(0, n, x),
     "matrix product": lambda x, n, m: x @ x.t(),
     "change of type": lambda x, n, m: x.to(torch.bfloat16).float(),
+    "change of type on the same device": lambda x, n, m: x.to(x.device, torch.bfloat16),
     "new zeros": lambda x, n, m: torch.zeros(4, 3) + x.new_ones(4, 3),
     "shape arithmetic": lambda x, n, m: x.view(x.shape[0] // 2, -1),
 }

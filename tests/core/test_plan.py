@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onereplay.core.items import Item, Modality, PathSize
-from onereplay.core.plan import Capacity, Eager, Reason, Replay, plan
+from onereplay.core.plan import Capacity, Eager, Reason, Replay, batches, plan
 
 sizes = st.builds(
     PathSize,
@@ -149,3 +149,16 @@ def test_a_plan_prints_budget_tokens_padding_or_reason() -> None:
         plan([image(2000)], {"vision": LADDER})
     )
     assert str(plan([], {"vision": LADDER})) == "nothing to run"
+
+
+def test_batches_are_full_in_order_and_never_hold_what_no_capacity_does() -> None:
+    capacities = {"vision": [Capacity(tokens=8, patches=32, sequences=8, items=8, longest=32)]}
+    entries = [4, 4, 1, 9, 3, 0, 5, 9, 9]  # 0 stands for a source that cannot be read: it rides along
+    found = list(batches(entries, lambda tokens: image(tokens) if tokens else None, lambda: capacities))
+    assert found == [[4, 4], [1], [9], [3, 0, 5], [9], [9]]
+
+
+def test_batches_read_no_further_than_they_must() -> None:
+    capacities = {"vision": [Capacity(tokens=8, patches=32, sequences=8, items=8, longest=32)]}
+    endless = iter(lambda: 5, 0)
+    assert next(batches(endless, image, lambda: capacities)) == [5]

@@ -5,23 +5,21 @@ plans and capacities, so those answer before any weight is loaded; `forward` nee
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Generic
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from onereplay.config import EncoderCudaGraphConfig
+from onereplay.core.budgets import MAX_BATCH_TOKENS
 from onereplay.core.buffers import Buffers, Packed
 from onereplay.core.items import Item, Modality
 from onereplay.core.plan import Capacity
 from onereplay.core.protocol import BatchT, PathSpec
 from onereplay.errors import InputError, UnsupportedModelError
 from onereplay.geometry import Grid
-
-MAX_BATCH_TOKENS = 16_384
-"""What `max_token_budget=None` means: the most tokens of one image in the published processors, and the largest budget
-of earlier encoder-graph designs."""
+from onereplay.optimize import Rewritten
 
 
 class Adapter(ABC, Generic[BatchT]):
@@ -31,6 +29,7 @@ class Adapter(ABC, Generic[BatchT]):
         config: the whole model's transformers configuration (with `vision_config`).
         model: the stock base model (the one with `get_image_features`), or None for sizes alone.
         attention: a back end of `onereplay.attention`, or `auto`.
+        optimize: names of rewrites of `onereplay.optimize` that `forward` runs with.
     """
 
     entry_points: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -42,10 +41,16 @@ class Adapter(ABC, Generic[BatchT]):
     engine: ClassVar[str]
     max_batch_tokens: ClassVar[int] = MAX_BATCH_TOKENS
 
-    def __init__(self, config: Any, model: Any = None, attention: str = "auto") -> None:
+    def __init__(self, config: Any, model: Any = None, attention: str = "auto", optimize: Sequence[str] = ()) -> None:
         self.config = config
         self.attention = attention
         self._model = model
+        roots = [getattr(model, part) for part in self.parts] if model is not None else []
+        self.rewritten = Rewritten(roots, optimize, self.blocks() if model is not None else ())
+
+    def blocks(self) -> Iterable[nn.Module]:
+        """The blocks that `compiled_blocks` compiles; none where compiling them gains nothing."""
+        return ()
 
     @property
     def model(self) -> Any:

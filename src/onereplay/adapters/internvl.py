@@ -8,12 +8,13 @@ Capacity rule: see `TileAdapter`. A tile of 448 pixels is 1,025 rows in the towe
 another size run eagerly, where the tower interpolates its positions.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from onereplay.adapters.tiles import TileAdapter
@@ -33,14 +34,14 @@ class InternVL(TileAdapter):
 
     # sizes
 
-    @property
+    @cached_property
     def tile_shape(self) -> tuple[int, int, int]:
         """3 x 448 x 448 in the published checkpoints."""
         vision = self.config.vision_config
         height, width = vision.image_size
         return int(vision.num_channels), int(height), int(width)
 
-    @property
+    @cached_property
     def hidden_size(self) -> int:
         """The language model's width."""
         return int(self.config.text_config.hidden_size)
@@ -67,10 +68,15 @@ class InternVL(TileAdapter):
 
     # forward
 
+    def blocks(self) -> Iterable[nn.Module]:
+        """Every layer of the tower."""
+        return self.model.vision_tower.encoder.layer  # type: ignore[no-any-return]
+
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """The stock method: `(tiles * tile_tokens, hidden)`. `auto` keeps its attention, a named one replaces it."""
         config = self.model.vision_tower.config
-        with nullcontext() if self.attention == "auto" else use_varlen(config, self.attention, tiles=True):
+        attention = nullcontext() if self.attention == "auto" else use_varlen(config, self.attention, tiles=True)
+        with attention, self.rewritten:
             output = self.model.get_image_features(
                 buffers.pixels, output_hidden_states=False, output_attentions=False, return_dict=True
             )

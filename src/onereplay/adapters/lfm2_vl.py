@@ -10,6 +10,7 @@ Capacity rule: see `PackedAdapter`; an image of the processor is at most 1,024 p
 
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -38,8 +39,8 @@ class Lfm2VL(PackedAdapter):
     entry_points: ClassVar = {"get_image_features": ("pixel_values", "spatial_shapes", "pixel_attention_mask")}
     max_sequence_patches = 1024
 
-    def __init__(self, config: Any, model: Any = None, attention: str = "auto") -> None:
-        super().__init__(config, model, attention)
+    def __init__(self, config: Any, model: Any = None, attention: str = "auto", optimize: Sequence[str] = ()) -> None:
+        super().__init__(config, model, attention, optimize)
         if config.vision_config.model_type != "siglip2_vision_model":
             raise UnsupportedModelError(
                 f"lfm2_vl with a {config.vision_config.model_type!r} tower is not supported; use siglip2_vision_model"
@@ -47,17 +48,17 @@ class Lfm2VL(PackedAdapter):
 
     # sizes
 
-    @property
+    @cached_property
     def merge(self) -> int:
         """2 in every published checkpoint."""
         return int(self.config.downsample_factor)
 
-    @property
+    @cached_property
     def hidden_size(self) -> int:
         """The language model's width."""
         return int(self.config.text_config.hidden_size)
 
-    @property
+    @cached_property
     def patch_dim(self) -> int:
         """Values of one patch row."""
         vision = self.config.vision_config
@@ -138,7 +139,7 @@ class Lfm2VL(PackedAdapter):
         tower = self.model.vision_tower
         hidden = tower.embeddings.patch_embedding(buffers.pixels) + self._positions(buffers.places)
         hidden = hidden.unsqueeze(0)
-        with use_varlen(tower.config, self.attention, bounds["cu_seqlens"]):
+        with use_varlen(tower.config, self.attention, bounds["cu_seqlens"]), self.rewritten:
             for layer in tower.encoder.layers:
                 hidden = layer(hidden, buffers.cu_seqlens)
         hidden = tower.post_layernorm(hidden).squeeze(0)

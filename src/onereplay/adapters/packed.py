@@ -49,8 +49,8 @@ class PackedAdapter(Adapter[PackedBatch]):
     max_sequence_patches: ClassVar[int | None] = None
     """The longest sequence that the processor makes, if it has a bound; else a sequence may fill the budget."""
 
-    def __init__(self, config: Any, model: Any = None, attention: str = "auto") -> None:
-        super().__init__(config, model, attention)
+    def __init__(self, config: Any, model: Any = None, attention: str = "auto", optimize: Sequence[str] = ()) -> None:
+        super().__init__(config, model, attention, optimize)
         self._piece: Callable[[Grid], Mapping[str, Array]] = functools.lru_cache(PIECES_KEPT)(self.piece)
         self._size: Callable[[Grid], PathSize] = functools.lru_cache(PIECES_KEPT)(self.size)
 

@@ -9,11 +9,12 @@ up to 16 tokens; pictures whose sides are not multiples of it need more (25 toke
 batch of very thin pictures needs more still, it goes to a larger budget.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from onereplay import geometry
@@ -45,23 +46,23 @@ class Qwen25VL(PackedAdapter):
 
     # sizes
 
-    @property
+    @cached_property
     def merge(self) -> int:
         """2 in every published checkpoint."""
         return int(self.config.vision_config.spatial_merge_size)
 
-    @property
+    @cached_property
     def hidden_size(self) -> int:
         """The language model's width."""
         return int(self.config.vision_config.out_hidden_size)
 
-    @property
+    @cached_property
     def window(self) -> int:
         """The side of a window in merged units."""
         vision = self.config.vision_config
         return int(vision.window_size // vision.spatial_merge_size // vision.patch_size)
 
-    @property
+    @cached_property
     def patch_dim(self) -> int:
         """Values of one patch row."""
         vision = self.config.vision_config
@@ -149,10 +150,14 @@ class Qwen25VL(PackedAdapter):
 
     # forward
 
+    def blocks(self) -> Iterable[nn.Module]:
+        """All 32."""
+        return self.model.visual.blocks  # type: ignore[no-any-return]
+
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """The tower's own forward: `(tokens, hidden)`."""
         tower = self.model.visual
-        with use_varlen(tower.config, self.attention):
+        with use_varlen(tower.config, self.attention), self.rewritten:
             output = tower(
                 buffers.pixels,
                 grid_thw=_UNUSED_GRID,

@@ -4,7 +4,9 @@ import importlib
 from typing import Any
 
 from onereplay.adapters.base import Adapter
+from onereplay.config import EncoderCudaGraphConfig
 from onereplay.errors import UnsupportedModelError
+from onereplay.optimize import choose
 
 ADAPTERS: dict[str, str] = {
     "internvl": "onereplay.adapters.internvl:InternVL",
@@ -29,16 +31,25 @@ def adapter_class(model_type: str) -> type[Adapter[Any]]:
     return found
 
 
-def adapter_for(model: Any, attention: str = "auto") -> Adapter[Any]:
+def adapter_for(model: Any, config: EncoderCudaGraphConfig | None = None) -> Adapter[Any]:
     """An adapter on a loaded transformers model, the base model or one with a head.
+
+    Args:
+        model: the model.
+        config: its `attention` and `optimize` are the adapter's; without one, `auto` attention and no rewrites.
 
     Raises:
         UnsupportedModelError: the model type has no adapter, or the model has no vision modules.
+        ConfigError: a rewrite that the back end cannot hold.
     """
     found = adapter_class(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     for candidate in (model, getattr(model, "model", None)):
         if candidate is not None and all(getattr(candidate, part, None) is not None for part in found.parts):
-            return found(candidate.config, candidate, attention)
+            adapter = found(candidate.config, candidate)
+            if config is None:
+                return adapter
+            names = choose(config.optimize, adapter.device, config.backend)
+            return found(candidate.config, candidate, config.attention, names)
     raise UnsupportedModelError(
         f"{type(model).__name__} has no {' and '.join(found.parts)}; give the whole model or its base model"
     )

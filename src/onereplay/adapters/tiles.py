@@ -7,6 +7,7 @@ them. Capacity is counted in tiles (sequences), never in items: an item has one 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class TileAdapter(Adapter[TileBatch]):
     def hidden_size(self) -> int:
         """The width of a token."""
 
-    @property
+    @cached_property
     def tile_tokens(self) -> int:
         """Tokens of one captured tile."""
         return self.tokens_of(*self.tile_shape[1:])

@@ -9,6 +9,7 @@ a call that is not ours (a mask of another kind, no offsets) goes to transformer
 """
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,17 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onereplay.attention.backends import resolve_backend
 from onereplay.attention.ops import varlen_attention
+from onereplay.config import ATTENTION_BACKENDS
 
-NAME = "onereplay_flash_varlen"
-"""The registered name; contains "flash", which is what makes the Qwen line pass `cu_seqlens`."""
+PREFIX = "onereplay_flash_varlen_"
+"""The registered names are this and a back end; "flash" in it is what makes the Qwen line pass `cu_seqlens`."""
 
 
 class _Active(threading.local):
     """What the running forward of this thread asked for."""
 
-    backend: str = "auto"
     max_seqlen: int | None = None
     """The bound for layers that pass none."""
     tiles: bool = False
@@ -37,6 +37,7 @@ _active = _Active()
 
 
 def attention_forward(
+    backend: str,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -51,10 +52,12 @@ def attention_forward(
 
     In a forward of tiles they are `(tiles, heads, rows, D)`, and so is the result with heads and rows swapped.
     """
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if cu_seq_lens_q is not None and max_length_q is not None:
+        return _packed_forward(query, key, value, cu_seq_lens_q, max_length_q, scale, backend), None
     if _active.tiles and attention_mask is None:
-        return _tiles_forward(query, key, value, scaling), None
-    cu_seqlens = cu_seq_lens_q if cu_seq_lens_q is not None else _offsets_in(attention_mask)
-    max_seqlen = max_length_q if max_length_q is not None else _active.max_seqlen
+        return _tiles_forward(query, key, value, scale, backend), None
+    cu_seqlens, max_seqlen = _offsets_in(attention_mask), _active.max_seqlen
     if cu_seqlens is None or max_seqlen is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -62,18 +65,20 @@ def attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
+    return _packed_forward(query, key, value, cu_seqlens, max_seqlen, scale, backend), None
+
+
+def _packed_forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, backend: str
+) -> Tensor:
     q, k, v = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    backend = resolve_backend(_active.backend, query.device, max_seqlen)
-    return varlen_attention(q, k, v, cu_seqlens, max_seqlen, scale, backend).unsqueeze(0), None
+    return varlen_attention(q, k, v, cu_seqlens, max_seqlen, scale, backend).unsqueeze(0)
 
 
-def _tiles_forward(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    tiles, _, length, size = query.shape
+def _tiles_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, backend: str) -> Tensor:
+    tiles, _, length, _ = query.shape
     cu_seqlens = torch.arange(0, (tiles + 1) * length, length, dtype=torch.int32, device=query.device)
     q, k, v = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
-    scale = scaling if scaling is not None else size**-0.5
-    backend = resolve_backend(_active.backend, query.device, length)
     output = varlen_attention(q, k, v, cu_seqlens, length, scale, backend)
     return output.view(tiles, length, *output.shape[1:])
 
@@ -94,14 +99,14 @@ def use_varlen(config: Any, backend: str, max_seqlen: int | None = None, *, tile
         max_seqlen: the bound for layers that do not pass one themselves.
         tiles: the forward's batch is tiles of one length without a mask.
     """
-    previous = _active.backend, _active.max_seqlen, _active.tiles
-    _active.backend, _active.max_seqlen, _active.tiles = backend, max_seqlen, tiles
-    _switch(config)
+    previous = _active.max_seqlen, _active.tiles
+    _active.max_seqlen, _active.tiles = max_seqlen, tiles
+    _switch(config, PREFIX + backend)
     try:
         yield
     finally:
         _switch_back(config)
-        _active.backend, _active.max_seqlen, _active.tiles = previous
+        _active.max_seqlen, _active.tiles = previous
 
 
 _switch_lock = threading.Lock()
@@ -109,11 +114,11 @@ _switched: dict[int, tuple[str | None, int]] = {}
 """By `id(config)`: the name to restore and how many blocks are open. Blocks of several threads may overlap."""
 
 
-def _switch(config: Any) -> None:
+def _switch(config: Any, name: str) -> None:
     with _switch_lock:
         original, users = _switched.get(id(config), (config._attn_implementation, 0))
         _switched[id(config)] = original, users + 1
-        config._attn_implementation = NAME
+        config._attn_implementation = name
 
 
 def _switch_back(config: Any) -> None:
@@ -126,7 +131,7 @@ def _switch_back(config: Any) -> None:
 
 
 def register() -> None:
-    """Make the name known to transformers; done once on import.
+    """Make the names known to transformers; done once on import.
 
     The mask goes with it: for a name without a mask function transformers drops padding masks without a word, and a
     plain call of the user's in another thread may see this name while a block is open.
@@ -134,8 +139,9 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    for backend in ATTENTION_BACKENDS:
+        AttentionInterface.register(PREFIX + backend, functools.partial(attention_forward, backend))
+        AttentionMaskInterface.register(PREFIX + backend, sdpa_mask)
 
 
 register()

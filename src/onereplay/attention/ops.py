@@ -6,7 +6,7 @@ Shape legend: P patch rows, H query heads, K key heads (H is a multiple of K), D
 import torch
 from torch import Tensor
 
-from onereplay.attention.backends import BACKENDS
+from onereplay.attention.backends import BACKENDS, resolve_backend
 
 _NAME = "onereplay::varlen_attention"
 _library = torch.library.Library("onereplay", "FRAGMENT")
@@ -29,7 +29,7 @@ def varlen_attention(
             last offset belong to no sequence and their output is undefined (the reference makes it NaN).
         max_seqlen: a host integer, at least the longest sequence.
         scale: factor on the logits before the softmax.
-        backend: `fa2`, `fa4` or `reference`; `resolve_backend` turns `auto` into one of them.
+        backend: `auto`, `fa2`, `fa4` or `reference`; `resolve_backend` says what `auto` is.
 
     Returns:
         `(P, H, D)`, contiguous, of query's dtype.
@@ -44,7 +44,8 @@ def varlen_attention(
 def _run(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, backend: str
 ) -> Tensor:
-    return BACKENDS[backend](query, key, value, cu_seqlens, max_seqlen, scale)
+    found = BACKENDS[resolve_backend(backend, query.device, max_seqlen)]
+    return found(query, key, value, cu_seqlens, max_seqlen, scale)
 
 
 def _shape(

@@ -1,34 +1,8 @@
-"""Which inputs share a batch, and what a plan says in a table and in JSON."""
+"""What a plan says in a table and in JSON."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from onereplay.core.items import Item
-from onereplay.core.plan import Capacity, Eager, Plan, Replay, plan
-
-T = TypeVar("T")
-
-
-def batched(
-    entries: Iterable[T], item_of: Callable[[T], Item | None], capacities: Mapping[str, Sequence[Capacity]]
-) -> Iterator[list[T]]:
-    """Consecutive entries in batches as `Encoder.encode_each` makes them.
-
-    A batch takes the next entries as long as all of it can be replayed; an entry that no budget holds is alone. An
-    entry without an item ends the batch before it and is in none.
-    """
-    pending: list[T] = []
-    items: list[Item] = []
-    for entry in entries:
-        item = item_of(entry)
-        if pending and (item is None or not plan([*items, item], capacities).all_replayed):
-            yield pending
-            pending, items = [], []
-        if item is not None:
-            pending.append(entry)
-            items.append(item)
-    if pending:
-        yield pending
+from onereplay.core.plan import Eager, Plan, Replay
 
 
 def steps_json(steps: Plan) -> dict[str, dict[str, Any]]:

@@ -37,6 +37,6 @@ def _maximum(text: str | None) -> int:
     cap = load_config(environment={}, flags={"max_token_budget": text}).max_token_budget
     if cap is not None:
         return cap
-    from onereplay.adapters.base import MAX_BATCH_TOKENS
+    from onereplay.core.budgets import MAX_BATCH_TOKENS
 
     return MAX_BATCH_TOKENS

@@ -66,12 +66,13 @@ def _adapters() -> list[dict[str, Any]]:
 
 def _preset(preset: "Preset") -> _PresetRow:
     from onereplay.config import EncoderCudaGraphConfig
-    from onereplay.encoder import PRESET_PREFIX, planner
+    from onereplay.encoder import planner
+    from onereplay.presets import PREFIX
 
-    preprocessor, _ = planner(f"{PRESET_PREFIX}{preset.name}", EncoderCudaGraphConfig())
+    preprocessor, _ = planner(f"{PREFIX}{preset.name}", EncoderCudaGraphConfig())
     tokens, unknown = _tokens(preprocessor)
     return _PresetRow(
-        name=f"{PRESET_PREFIX}{preset.name}",
+        name=f"{PREFIX}{preset.name}",
         model_type=preset.model_type,
         checkpoint=preset.checkpoint,
         tile_tokens=getattr(preprocessor.adapter, "tile_tokens", None),

@@ -109,9 +109,9 @@ def loading_options(
 
 def is_preset(spec: str) -> bool:
     """Whether the model is a published configuration with random weights."""
-    from onereplay.encoder import PRESET_PREFIX
+    from onereplay.presets import PREFIX
 
-    return spec.startswith(PRESET_PREFIX)
+    return spec.startswith(PREFIX)
 
 
 def refuse_revision(spec: str, revision: str | None) -> None:

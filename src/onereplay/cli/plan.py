@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from onereplay.cli.batches import batched, padding_of, steps_json, steps_text
+from onereplay.cli.batches import padding_of, steps_json, steps_text
 from onereplay.cli.inputs import Input, resolve_inputs
 from onereplay.cli.options import (
     FpsFlag,
@@ -23,6 +23,7 @@ from onereplay.cli.printing import print_failure, print_json, print_line, print_
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.items import Item
 from onereplay.core.plan import Capacity, Plan
+from onereplay.core.plan import batches as batches_of
 from onereplay.core.plan import plan as plan_batch
 from onereplay.errors import MissingDependencyError, OnereplayError
 
@@ -120,9 +121,9 @@ def plan(
 
 
 def _groups(rows: Sequence[_Row], capacities: Mapping[str, Sequence[Capacity]]) -> list[list[_Row]]:
-    """What `encode` would run together. An input that is no file never reaches the encoder."""
-    files = [row for row in rows if not row.input.error]
-    return list(batched(files, lambda row: row.item, capacities))
+    """What `encode` would run together."""
+    good = [row for row in rows if row.item]
+    return list(batches_of(good, lambda row: row.item, lambda: capacities))
 
 
 def _rows(preprocessor: "Preprocessor", inputs: Sequence[Input], video: "VideoOptions") -> Iterator[_Row]:

@@ -18,6 +18,9 @@ from onereplay.errors import ConfigError
 
 DEFAULT_MIN_TOKEN_BUDGET = 64
 DEFAULT_MAX_TOKEN_BUDGET = 5120
+MAX_BATCH_TOKENS = 16_384
+"""What `max_token_budget=None` means: the most tokens of one image in the published processors, and the largest budget
+of earlier encoder-graph designs."""
 EXACT_TILES = 16
 """A path of fixed-size items has every count up to this one as a level of its own."""
 

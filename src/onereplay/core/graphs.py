@@ -96,8 +96,10 @@ class CudaGraphs:
     def capture(self, forward: Forward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
         """Warm up outside the capture (library handles, workspaces, compiled kernels), then record."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), CaptureGuard():
-            forward(*inputs)
+        with torch.cuda.stream(self._stream):
+            with CaptureGuard():
+                forward(*inputs)
+            forward(*inputs)  # once more without the guard, under which PyTorch does not run compiled code
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:

@@ -5,10 +5,14 @@ so every rank and every start gives the same answer, and any order of the same i
 """
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
+from typing import TypeVar
 
 from onereplay.core.items import Item
+
+T = TypeVar("T")
 
 
 class Reason(enum.Enum):
@@ -114,6 +118,30 @@ def plan(items: Sequence[Item], capacities: Mapping[str, Sequence[Capacity]]) ->
     return Plan(steps, demands)
 
 
+def batches(
+    entries: Iterable[T],
+    item_of: Callable[[T], Item | None],
+    capacities: Callable[[], Mapping[str, Sequence[Capacity]]],
+) -> Iterator[list[T]]:
+    """Consecutive entries in batches that can be replayed; lazily, so that `entries` may be endless.
+
+    A batch takes the next entries as long as all of it can be replayed; an entry that no capacity holds is alone. An
+    entry without an item (one that could not be read) rides along and keeps its place.
+    """
+    pending: list[T] = []
+    items: list[Item] = []
+    for entry in entries:
+        item = item_of(entry)
+        if item is not None:
+            if items and not plan([*items, item], capacities()).all_replayed:
+                yield pending
+                pending, items = [], []
+            items.append(item)
+        pending.append(entry)
+    if pending:
+        yield pending
+
+
 def demand_of(items: Sequence[Item], path: str) -> Capacity:
     """What the batch asks of one path: sums over its items, the maximum for `longest`."""
     sizes = [item.sizes[path] for item in items if path in item.sizes]
@@ -133,10 +161,12 @@ def _step(items: Sequence[Item], path: str, demand: Capacity, ladder: Sequence[C
         return Eager(Reason.UNSUPPORTED_INPUT, unsupported)
     if not ladder:
         return Eager(Reason.NOT_CAPTURED)
-    fitting = [capacity for capacity in ladder if capacity.holds(demand)]
-    if fitting:
-        return Replay(min(fitting, key=lambda capacity: capacity.tokens))
-    return _overflow(demand, max(ladder, key=lambda capacity: capacity.tokens))
+    ascending = sorted(ladder, key=_tokens)
+    fitting = next((capacity for capacity in ascending if capacity.holds(demand)), None)
+    return _overflow(demand, ascending[-1]) if fitting is None else Replay(fitting)
+
+
+_tokens = attrgetter("tokens")
 
 
 def _overflow(demand: Capacity, largest: Capacity) -> Eager:

@@ -1,0 +1,79 @@
+"""A gated MLP with its inner width padded to the hardware's alignment.
+
+Tensor cores read rows of 16 bytes; Qwen2.5-VL's 3,420 columns of bf16 start every other row off that. Measured on an
+H200, 20,480 rows: 1280 to 3420 at 197 TFLOP/s, 1280 to 3424 at 708. Zero rows are added to gate and up, zero columns to
+down: the added inner values are `act(0) * 0 = 0` and add nothing.
+
+The padded weights replace the storage of the module's own, which become views of them: no second copy is held, and a
+change of the weights in place reaches both. `unalign` gives the weights dense storage of their own again.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from onereplay.core.budgets import round_up
+
+ALIGNMENT = 64
+_MARK = "_onereplay_padded"
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+def aligned_mlp(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
+    """Replacements for modules of `gate_proj`, `up_proj`, `down_proj` and `act_fn` whose width is misaligned."""
+    return {module: _aligned(module) for module in modules if _is_misaligned(module)}
+
+
+def unalign(modules: Iterable[nn.Module]) -> None:
+    """Undo the change of storage; values stay."""
+    for module in modules:
+        if module.__dict__.pop(_MARK, None):
+            for name in _PARTS:
+                for parameter in getattr(module, name).parameters():
+                    parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+
+
+def _is_misaligned(module: Any) -> bool:
+    parts = [getattr(module, name, None) for name in _PARTS]
+    if not all(isinstance(part, nn.Linear) and part.weight.is_floating_point() for part in parts):
+        return False
+    return hasattr(module, "act_fn") and bool(module.gate_proj.out_features % ALIGNMENT)
+
+
+def _aligned(module: Any) -> Callable[..., Any]:
+    width = round_up(module.gate_proj.out_features, ALIGNMENT)
+    gate, up = (_padded_rows(part, width) for part in (module.gate_proj, module.up_proj))
+    down = _padded_columns(module.down_proj, width)
+    module.__dict__[_MARK] = True
+    return functools.partial(_forward, module, gate, up, down)
+
+
+def _forward(
+    module: Any, gate: tuple[Tensor, Tensor | None], up: tuple[Tensor, Tensor | None], down: Tensor, hidden: Tensor
+) -> Tensor:
+    inner = module.act_fn(linear(hidden, *gate)) * linear(hidden, *up)
+    return linear(inner, down, module.down_proj.bias)
+
+
+def _padded_rows(part: nn.Linear, width: int) -> tuple[Tensor, Tensor | None]:
+    """The weight and bias with zero rows up to `width`; the module's own become views of their first rows."""
+    weight = _padded(part.weight, (width, part.in_features))
+    bias = None if part.bias is None else _padded(part.bias, (width,))
+    return weight, bias
+
+
+def _padded_columns(part: nn.Linear, width: int) -> Tensor:
+    return _padded(part.weight, (part.out_features, width))
+
+
+def _padded(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        padded = parameter.new_zeros(shape)
+        view = padded[tuple(slice(side) for side in parameter.shape)]
+        view.copy_(parameter)
+        parameter.data = view
+    return padded
