@@ -1,13 +1,14 @@
-"""InternVL3 and 3.5: fixed tiles through the stock `get_image_features`.
+"""InternVL3 and 3.5: fixed tiles through the tower's own forward, the model's pixel shuffle and projector.
 
 Checkpoints: `OpenGVLab/InternVL3-{1B,2B,8B,14B,38B,78B}-hf`. Reference: `modeling_internvl.py` of transformers 5.24
-(also run with 5.17). Tower, pixel shuffle and projector are the model's own method, which reads nothing on the
-host. An image is 1 to 13 tiles, a video one tile a frame.
+(also run with 5.17). The stock `get_image_features` does the same, but in 5.24 it keeps hidden states on the way. An
+image is 1 to 13 tiles, a video one tile a frame.
 
 Capacity rule: see `TileAdapter`. A tile of 448 pixels is 1,025 rows in the tower and 256 tokens behind it. Tiles of
 another size run eagerly, where the tower interpolates its positions.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -21,7 +22,7 @@ from onereplay.adapters.tiles import TileAdapter
 from onereplay.attention.interface import use_varlen
 from onereplay.core.buffers import Buffers
 from onereplay.core.items import Modality
-from onereplay.errors import InputError
+from onereplay.errors import InputError, UnsupportedModelError
 
 
 class InternVL(TileAdapter):
@@ -31,6 +32,14 @@ class InternVL(TileAdapter):
     parts = ("vision_tower", "multi_modal_projector")
     modalities = (Modality.IMAGE, Modality.VIDEO)
     entry_points: ClassVar = {"get_image_features": ("pixel_values",)}
+
+    def __init__(self, config: Any, model: Any = None, attention: str = "auto", optimize: Sequence[str] = ()) -> None:
+        super().__init__(config, model, attention, optimize)
+        if config.vision_feature_layer != -1 or config.vision_feature_select_strategy != "default":
+            raise UnsupportedModelError(
+                f"internvl with vision_feature_layer={config.vision_feature_layer} and vision_feature_select_strategy="
+                f"{config.vision_feature_select_strategy!r} is not supported; use -1 and 'default', as published"
+            )
 
     # sizes
 
@@ -73,14 +82,22 @@ class InternVL(TileAdapter):
         return self.model.vision_tower.encoder.layer  # type: ignore[no-any-return]
 
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
-        """The stock method: `(tiles * tile_tokens, hidden)`. `auto` keeps its attention, a named one replaces it."""
-        config = self.model.vision_tower.config
-        attention = nullcontext() if self.attention == "auto" else use_varlen(config, self.attention, tiles=True)
+        """Tower, pixel shuffle, projector: `(tiles * tile_tokens, hidden)`.
+
+        `auto` attention keeps the tower's own, a named one replaces it.
+        """
+        tower = self.model.vision_tower
+        attention = nullcontext() if self.attention == "auto" else use_varlen(tower.config, self.attention, tiles=True)
         with attention, self.rewritten:
-            output = self.model.get_image_features(
-                buffers.pixels, output_hidden_states=False, output_attentions=False, return_dict=True
-            )
-        return (output.pooler_output.flatten(0, 1),)
+            rows = tower(
+                pixel_values=buffers.pixels, output_hidden_states=False, output_attentions=False, return_dict=True
+            ).last_hidden_state[:, 1:]
+            tiles, patches, width = rows.shape
+            side = math.isqrt(patches)
+            square = rows.reshape(tiles, side, side, width)
+            merged = self.model.pixel_shuffle(square, scale_factor=self.config.downsample_ratio)
+            features: Tensor = self.model.multi_modal_projector(merged.flatten(1, 2))
+        return (features.flatten(0, 1),)
 
     def stock_output(self, features: Sequence[Tensor]) -> Any:
         """`pooler_output` is one tensor, `(tiles, tile_tokens, hidden)`."""

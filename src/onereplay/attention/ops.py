@@ -54,6 +54,9 @@ def _shape(
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
-_library.impl("varlen_attention", _run, "CPU")
-_library.impl("varlen_attention", _run, "CUDA")
+_opaque = torch.compiler.disable(_run)
+"""The implementation is no code for `torch.compile`, also when a compiled block calls the operator."""
+
+_library.impl("varlen_attention", _opaque, "CPU")
+_library.impl("varlen_attention", _opaque, "CUDA")
 torch.library.register_fake(_NAME, _shape, lib=_library)

@@ -2,7 +2,9 @@
 
 A rewrite looks through the vision modules and gives, for each module that it knows better, a replacement of `forward`.
 `Rewritten` puts the replacements in place for the length of a `with` block: the adapter's own forward (captured or
-eager) runs them, and a call of the stock model runs the stock code.
+eager) runs them, and a call of the stock model runs the stock code. Forward hooks are off inside the block: a replay
+would not run them, and those that transformers installs to collect hidden states keep `torch.compile` from whole
+blocks.
 
 | name | what it replaces |
 |---|---|
@@ -11,6 +13,7 @@ eager) runs them, and a call of the stock model runs the stock code.
 | `compiled_blocks` | a block: `torch.compile`, once for all budgets; CUDA graphs only |
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -54,6 +57,7 @@ class Rewritten:
         self._roots = list(roots)
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         modules = [module for root in self._roots for module in root.modules()]
+        self._modules, self._hooks = modules, dict[nn.Module, Any]()
         if "patch_embedding" in names:
             self.forwards |= patch_embedding(modules)
         if "aligned_mlp" in names:
@@ -64,6 +68,10 @@ class Rewritten:
     def __enter__(self) -> Self:
         for module, forward in self.forwards.items():
             module.__dict__["forward"] = forward
+        for module in self._modules:
+            if module._forward_hooks:
+                self._hooks[module] = module._forward_hooks
+                module._forward_hooks = OrderedDict()
         return self
 
     def __exit__(
@@ -71,6 +79,9 @@ class Rewritten:
     ) -> None:
         for module in self.forwards:
             module.__dict__.pop("forward", None)
+        while self._hooks:
+            module, hooks = self._hooks.popitem()
+            module._forward_hooks = hooks
 
     def restore(self) -> None:
         """Give the weights the storage that they had in kind: dense, of their own. Values never changed."""

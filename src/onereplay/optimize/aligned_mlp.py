@@ -8,8 +8,8 @@ The padded weights replace the storage of the module's own, which become views o
 change of the weights in place reaches both. `unalign` gives the weights dense storage of their own again.
 """
 
-import functools
 from collections.abc import Callable, Iterable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -47,16 +47,15 @@ def _is_misaligned(module: Any) -> bool:
 def _aligned(module: Any) -> Callable[..., Any]:
     width = round_up(module.gate_proj.out_features, ALIGNMENT)
     gate, up = (_padded_rows(part, width) for part in (module.gate_proj, module.up_proj))
-    down = _padded_columns(module.down_proj, width)
-    module.__dict__[_MARK] = True
-    return functools.partial(_forward, module, gate, up, down)
+    module.__dict__[_MARK] = (*gate, *up, _padded_columns(module.down_proj, width))
+    return MethodType(_forward, module)
 
 
-def _forward(
-    module: Any, gate: tuple[Tensor, Tensor | None], up: tuple[Tensor, Tensor | None], down: Tensor, hidden: Tensor
-) -> Tensor:
-    inner = module.act_fn(linear(hidden, *gate)) * linear(hidden, *up)
-    return linear(inner, down, module.down_proj.bias)
+def _forward(self: Any, hidden: Tensor) -> Tensor:
+    """The padded weights are attributes and not bound arguments: `torch.compile` then shares one graph among blocks."""
+    gate, gate_bias, up, up_bias, down = self._onereplay_padded
+    inner = self.act_fn(linear(hidden, gate, gate_bias)) * linear(hidden, up, up_bias)
+    return linear(inner, down, self.down_proj.bias)
 
 
 def _padded_rows(part: nn.Linear, width: int) -> tuple[Tensor, Tensor | None]:
