@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from onereplay import EncoderCudaGraphConfig
-from onereplay.adapters import ADAPTERS
+from onereplay.adapters import ADAPTERS, adapter_for
 from onereplay.checking import FP32_TOLERANCE, HALF_RATIO, layouts, plain_features
 from onereplay.core.items import Modality
 from onereplay.core.plan import Eager, Reason, Replay
@@ -45,9 +45,10 @@ from onereplay.preprocess import load_image_processor, preprocess_images, prepro
 from onereplay.presets import get_preset, hf_config
 
 PHOTOS = Path(__file__).parent.parent / "examples" / "photos"
-ASTRONAUT, CHELSEA, ROCKET = PHOTOS / "astronaut.jpg", PHOTOS / "chelsea.png", PHOTOS / "rocket.jpg"
+ASTRONAUT, CHELSEA = PHOTOS / "astronaut.jpg", PHOTOS / "chelsea.png"
+"""512x512 and 451x300 pixels: 324 and 176 tokens of Qwen2.5-VL."""
 TINY = {"qwen2_5_vl": "qwen2_5_vl-7b@tiny", "internvl": "internvl3-8b@tiny", "lfm2_vl": "lfm2_vl-450m@tiny"}
-CONFIG = EncoderCudaGraphConfig(token_budgets=(64, 256, 1024))
+CONFIG = EncoderCudaGraphConfig(token_budgets=(64, 256, 512))
 """Traced on first use: a test pays for the graphs that it replays."""
 WITH_PHOTOS = ("qwen2_5_vl", "internvl")
 """Model types whose image processor works without torchvision."""
@@ -145,8 +146,9 @@ def stock_rows(encoder: Encoder, source: Any, video: VideoOptions | None = None)
 
 
 def test_a_preset_by_name_and_by_spec_are_the_same_encoder(encoder: Encoder) -> None:
+    """Tokens over the largest budget: eager forwards, which need no trace."""
     spec = f"preset:{TINY[encoder.adapter.model_type]}"
-    inputs = example(encoder)
+    inputs = example(encoder, tokens=516)
     with Encoder.from_spec(spec, config=CONFIG, device="cpu") as other:
         assert_same(other.encode_inputs(**inputs), encoder.encode_inputs(**inputs))
         assert (other.device, other.dtype) == (torch.device("cpu"), torch.float32)
@@ -207,9 +209,9 @@ def test_a_checkpoint_without_an_image_processor_still_takes_pixels(tmp_path: Pa
 def test_the_base_model_and_the_whole_model_serve_alike(encoder: Encoder) -> None:
     model = whole_model(encoder.adapter.model_type)
     with Encoder(model, CONFIG) as whole, Encoder(model.model, CONFIG) as base:
-        inputs = example(whole)
+        inputs = example(whole, tokens=516)
+        assert whole.adapter.model is base.adapter.model is model.model
         assert_same(whole.encode_inputs(**inputs), base.encode_inputs(**inputs))
-        assert_close(torch.cat(whole.encode_inputs(**inputs)), plain(whole, inputs))
 
 
 def test_a_model_without_a_processor_says_what_to_do() -> None:
@@ -230,11 +232,12 @@ def test_a_processor_object_a_whole_processor_and_a_mapping_serve_alike() -> Non
 
         image_processor = loaded
 
-    features = []
+    batches = []
     for processor in (settings, loaded, Whole()):
         with Encoder(model, CONFIG, processor=processor) as encoder:
-            features.append(encoder.encode([CHELSEA])[0])
-    assert_same(features[1:], features[:1] * 2)
+            batches.append(encoder.preprocessor.batch(CHELSEA))
+    assert batches[0].items == batches[1].items == batches[2].items
+    assert_same([batch.pixels[0] for batch in batches[1:]], [batches[0].pixels[0]] * 2)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +302,7 @@ def _as_qwen() -> Any:
 
 
 def test_a_photo_gives_what_plain_transformers_gives(photo_encoder: Encoder) -> None:
-    for photo in (ASTRONAUT, CHELSEA, ROCKET):
+    for photo in (ASTRONAUT, CHELSEA):
         (found,) = photo_encoder.encode([photo])
         assert_close(found, stock_rows(photo_encoder, photo))
 
@@ -324,17 +327,16 @@ def test_every_kind_of_source_gives_the_same_bits(photo_encoder: Encoder) -> Non
         assert_same(photo_encoder.encode([file]), expected)
 
 
-def test_a_batch_of_photos_is_one_replay_in_the_callers_order() -> None:
-    with made() as encoder:
-        photos = [CHELSEA, ASTRONAUT, CHELSEA]
-        alone = [stock_rows(encoder, photo) for photo in photos]
-        found = encoder.encode(photos)
-        for rows, expected in zip(found, alone, strict=True):
-            assert_close(rows, expected)
-        report = encoder.report()
-        assert (report.batches, report.items) == (1, 3)
-        assert report.replays == {"vision": {1024: 1}}
-        assert report.eager == {"vision": {}}
+def test_a_batch_of_photos_is_one_replay_in_the_callers_order(qwen: Encoder) -> None:
+    photos: list[Any] = [CHELSEA, square(140, 0), CHELSEA, square(28, 1)]
+    before = qwen.report()
+    found = qwen.encode(photos)
+    after = qwen.report()
+    for rows, photo in zip(found, photos, strict=True):
+        assert_close(rows, stock_rows(qwen, photo))
+    assert (after.batches - before.batches, after.items - before.items) == (1, 4)
+    assert after.replays["vision"][512] - before.replays["vision"].get(512, 0) == 1
+    assert after.eager == before.eager
 
 
 @pytest.mark.parametrize(
@@ -356,7 +358,7 @@ def test_a_batch_of_photos_is_one_replay_in_the_callers_order() -> None:
 )
 @pytest.mark.parametrize("on_error", ["raise", "return"])
 def test_one_source_in_place_of_a_list_is_an_input_error(qwen: Encoder, source: Any, on_error: Any) -> None:
-    with pytest.raises(InputError, match="encode takes a list of images and videos, got .*; put it in a list"):
+    with pytest.raises(InputError, match=r"encode takes a list of images and videos, got .*; put it in a list"):
         qwen.encode(source, on_error=on_error)
 
 
@@ -469,9 +471,9 @@ def test_an_item_that_the_model_refuses_is_an_input_error_in_its_place(qwen: Enc
 # ------------------------------------------------------------------ encode_each
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def small() -> Iterator[Encoder]:
-    """Holds 64 tokens: four pictures of 112 pixels, or one of 224."""
+    """Holds 64 tokens: four pictures of 112 pixels, or one of 224 with nothing else."""
     with made(config=EncoderCudaGraphConfig(token_budgets=(16, 64))) as encoder:
         yield encoder
 
@@ -489,11 +491,14 @@ def assert_features(found: Sequence[Encoded], expected: Sequence[Tensor]) -> Non
 
 def test_batches_of_encode_each_fill_the_largest_budget(small: Encoder) -> None:
     pictures = [square(112, seed) for seed in range(10)]
+    before = small.report()
     found = list(small.encode_each(pictures))
+    after = small.report()
     assert [entry.index for entry in found] == list(range(10))
     assert [entry.batch_size for entry in found] == [4] * 8 + [2] * 2
     assert_features(found, alone(small, pictures))
-    assert small.report().replays == {"vision": {64: 3}}
+    assert sum(after.replays["vision"].values()) - sum(before.replays["vision"].values()) == 3
+    assert after.eager == before.eager
     for entry in found:
         assert entry.item is not None
         assert entry.item.num_tokens == 16
@@ -650,13 +655,15 @@ def test_the_callers_mode_changes_no_bit(encoder: Encoder, mode: Callable[[], Ab
     assert not any(rows.requires_grad for rows in expected)
 
 
-@pytest.mark.parametrize("backend", ["auto", "traced"])
-@pytest.mark.parametrize("model_type", sorted(ADAPTERS))
+@pytest.mark.parametrize(
+    ("model_type", "backend"),
+    [("internvl", "auto"), ("lfm2_vl", "auto"), ("qwen2_5_vl", "auto"), ("lfm2_vl", "traced")],
+)
 def test_an_encoder_made_in_inference_mode_works_outside_and_the_other_way_round(model_type: str, backend: str) -> None:
-    config = EncoderCudaGraphConfig(token_budgets=(64,), backend=backend)
+    config = EncoderCudaGraphConfig(token_budgets=(16,), backend=backend)
     with torch.inference_mode():
         encoder = made(model_type, config)
-        inputs = example(encoder)
+        inputs = example(encoder, tokens=16)
     with encoder, made(model_type, config) as outside:
         found = encoder.encode_inputs(**inputs)
         with torch.inference_mode():
@@ -671,6 +678,9 @@ def test_an_encoder_made_in_inference_mode_works_outside_and_the_other_way_round
 @pytest.mark.parametrize("model_type", sorted(ADAPTERS))
 def test_the_users_model_is_bit_for_bit_what_it_was(model_type: str, dtype: torch.dtype) -> None:
     model = whole_model(model_type, dtype)
+    adapter = adapter_for(model)
+    inputs = dict(adapter.example_inputs(layouts(adapter, 64, 8)[-1][1], torch.Generator().manual_seed(0)))
+    expected = plain_features(adapter, model.model, inputs)  # transformers notes on modules that its hooks are there
     configs = [model.config, *(module.config for module in model.modules() if hasattr(module, "config"))]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
@@ -678,8 +688,6 @@ def test_the_users_model_is_bit_for_bit_what_it_was(model_type: str, dtype: torc
     needs_grad = [parameter.requires_grad for parameter in model.parameters()]
     written = model.config.to_json_string()
     with Encoder(model, CONFIG) as encoder:
-        inputs = example(encoder, layout=-1)
-        expected = plain(encoder, inputs)
         encoder.encode_inputs(**inputs)
         assert_same([plain(encoder, inputs)], [expected])
     assert_same([plain(encoder, inputs)], [expected])
@@ -689,6 +697,65 @@ def test_the_users_model_is_bit_for_bit_what_it_was(model_type: str, dtype: torc
     assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
     assert state.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+
+
+REWRITES = ("patch_embedding", "aligned_mlp")
+"""Those that run without CUDA graphs; under CUDA graphs they are on by default."""
+
+
+def rewriting(model: Any, *budgets: int) -> Encoder:
+    return Encoder(model, EncoderCudaGraphConfig(token_budgets=budgets, optimize=REWRITES))
+
+
+def test_with_rewrites_the_users_model_is_right_meanwhile_and_bit_for_bit_what_it_was_afterwards(
+    tmp_path: Path,
+) -> None:
+    model = whole_model("qwen2_5_vl")
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    strides = [parameter.stride() for parameter in model.parameters()]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    inputs = dict(adapter_for(model).example_inputs([Grid(1, 16, 16)], torch.Generator().manual_seed(0)))
+    expected = plain_features(adapter_for(model), model.model, inputs)
+    with rewriting(model, 64) as encoder:
+        assert_close(torch.cat(encoder.encode_inputs(**inputs)), expected)
+        assert_close(plain(encoder, inputs), expected)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+        model.save_pretrained(tmp_path)
+    assert_same([plain(encoder, inputs)], [expected])
+    assert [parameter.stride() for parameter in model.parameters()] == strides
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+
+
+def test_with_rewrites_two_encoders_of_one_model_do_not_disturb_each_other() -> None:
+    """Nor does the end of the one: under CUDA graphs the second would read memory that was given back."""
+    model = whole_model("qwen2_5_vl")
+    first, second = rewriting(model, 16), rewriting(model, 16)
+    replayed, eager = example(first, tokens=16), example(first, tokens=20)
+    for both in (replayed, eager):
+        for encoder in (first, second):
+            assert_close(torch.cat(encoder.encode_inputs(**both)), plain(encoder, both))
+    random_weights_(model.model, first.adapter.parts, seed=1)
+    for both in (replayed, eager):
+        for encoder in (first, second):
+            assert_close(torch.cat(encoder.encode_inputs(**both)), plain(encoder, both))
+    first.close()
+    for both in (replayed, eager):
+        assert_close(torch.cat(second.encode_inputs(**both)), plain(second, both))
+    second.close()
+
+
+def test_with_rewrites_a_forward_that_the_user_put_on_a_module_is_there_afterwards() -> None:
+    """As `accelerate.hooks` does for models spread over devices: `module.forward` is an instance attribute."""
+    model = whole_model("qwen2_5_vl")
+    module = model.model.visual.patch_embed
+    stock = module.forward
+    module.forward = hooked = lambda hidden: stock(hidden)
+    with rewriting(model, 16) as encoder:
+        encoder.encode_inputs(**example(encoder, tokens=16))
+        assert vars(module).get("forward") is hooked
+    assert vars(module).get("forward") is hooked
 
 
 def test_two_encoders_of_one_model_do_not_disturb_each_other(encoder: Encoder) -> None:
@@ -702,8 +769,8 @@ def test_two_encoders_of_one_model_do_not_disturb_each_other(encoder: Encoder) -
 
 @pytest.mark.parametrize("model_type", sorted(ADAPTERS))
 def test_weights_changed_in_place_are_obeyed(model_type: str) -> None:
-    with made(model_type) as encoder:
-        inputs = example(encoder)
+    with made(model_type, EncoderCudaGraphConfig(token_budgets=(16,))) as encoder:
+        inputs = example(encoder, tokens=16)
         before = torch.cat(encoder.encode_inputs(**inputs))
         random_weights_(encoder.adapter.model, encoder.adapter.parts, seed=1)
         found = torch.cat(encoder.encode_inputs(**inputs))
@@ -720,23 +787,20 @@ def _first_replaced(encoder: Encoder) -> None:
     weight.data = weight.data * 2
 
 
-def _all_replaced(encoder: Encoder) -> None:
-    for parameter in encoder.adapter.model.parameters():
-        parameter.data = parameter.data.clone()
-
-
-@pytest.mark.parametrize("move", [_converted, _first_replaced, _all_replaced])
+@pytest.mark.parametrize("move", [_converted, _first_replaced])
 @pytest.mark.parametrize("model_type", sorted(ADAPTERS))
 def test_weights_moved_after_capture_are_refused_never_silently_wrong(
     model_type: str, move: Callable[[Encoder], None]
 ) -> None:
     """A CUDA graph keeps reading the old addresses, whose memory somebody else may own by now."""
-    with made(model_type, EncoderCudaGraphConfig(token_budgets=(64,), backend="traced")) as encoder:
-        inputs = example(encoder)
+    with made(model_type, EncoderCudaGraphConfig(token_budgets=(16,))) as encoder:
+        inputs = example(encoder, tokens=16)
         encoder.encode_inputs(**inputs)
         move(encoder)
         with pytest.raises(OnereplayError, match="weights were moved"):
             encoder.encode_inputs(**inputs)
+    with Encoder(encoder.adapter.model, EncoderCudaGraphConfig(token_budgets=(8,))) as again:
+        assert torch.cat(again.encode_inputs(**inputs)).isfinite().all()
 
 
 # ------------------------------------------------------------------ counters
@@ -750,8 +814,8 @@ def test_the_report_counts_what_was_done(caplog: pytest.LogCaptureFixture) -> No
             [Grid(1, 16, 16), Grid(1, 8, 8)],  # 80 of 256
             [Grid(1, 8, 8)],
             [Grid(1, 4, 4)] * 5,  # too many items, 20 tokens
-            [Grid(1, 36, 36)],  # over 256, 324 tokens
-            [Grid(1, 36, 36)],
+            [Grid(1, 2, 2 * 257)],  # over 256, by one token
+            [Grid(1, 2, 2 * 257)],
         ]
         for batch in grids:
             encoder.encode_inputs(**encoder.adapter.example_inputs(batch, torch.Generator().manual_seed(0)))
@@ -762,7 +826,7 @@ def test_the_report_counts_what_was_done(caplog: pytest.LogCaptureFixture) -> No
         assert report.eager == {
             "vision": {Reason.TOO_MANY_ITEMS.value: 1, Reason.OVER_LARGEST_BUDGET.value: 2},
         }
-        assert (report.replayed_tokens, report.padding_tokens, report.eager_tokens) == (112, 48 + 176 + 48, 668)
+        assert (report.replayed_tokens, report.padding_tokens, report.eager_tokens) == (112, 48 + 176 + 48, 534)
         assert report.padding_fraction == 272 / 384
         assert "2 eager, over the largest budget" in str(report)
         logged = [record.getMessage() for record in caplog.records if "an eager forward" in record.getMessage()]
@@ -788,7 +852,7 @@ def test_the_planner_without_weights_foretells_the_items_of_the_encoder(
         fail_on_weights(patch)
         preprocessor, capacities = planner(f"preset:{TINY[model_type]}", CONFIG)
         assert {path: tuple(ladder) for path, ladder in capacities.items()} == encoder.manager.capacities
-        for source in (ASTRONAUT, CHELSEA, ROCKET, *clips):
+        for source in (ASTRONAUT, CHELSEA, *clips):
             item, text = preprocessor.item(source)
             assert (item,) == encoder.preprocessor.batch(source).items
             assert text
@@ -799,14 +863,14 @@ def test_the_planner_without_weights_foretells_the_items_of_the_encoder(
 
 @pytest.mark.parametrize("model_type", sorted(ADAPTERS))
 def test_two_threads_on_one_encoder_get_their_own_results(model_type: str) -> None:
-    """200 batches a thread, replayed and eager ones, bit for bit as from one thread."""
-    with made(model_type, EncoderCudaGraphConfig(token_budgets=(16, 64), backend="traced")) as encoder:
-        inputs = [example(encoder, tokens, seed) for tokens in (16, 32, 68) for seed in (0, 1)]
+    """200 batches, replayed and eager ones, bit for bit as from one thread."""
+    with made(model_type, EncoderCudaGraphConfig(token_budgets=(8, 16), backend="traced")) as encoder:
+        inputs = [example(encoder, tokens, seed) for tokens in (8, 12, 20) for seed in (0, 1)]
         expected = [encoder.encode_inputs(**each) for each in inputs]
         wrong: list[str] = []
 
         def work(thread: int) -> None:
-            for turn in range(200):
+            for turn in range(100):
                 index = (turn * (thread + 1) + thread) % len(inputs)
                 try:
                     found = encoder.encode_inputs(**inputs[index])
@@ -821,7 +885,7 @@ def test_two_threads_on_one_encoder_get_their_own_results(model_type: str) -> No
         for thread in threads:
             thread.join()
         assert not wrong
-        assert encoder.report().batches == 400 + len(inputs)
+        assert encoder.report().batches == 200 + len(inputs)
 
 
 def test_the_stock_model_in_another_thread_is_undisturbed() -> None:
@@ -839,7 +903,7 @@ def test_the_stock_model_in_another_thread_is_undisturbed() -> None:
         thread = threading.Thread(target=encode)
         thread.start()
         try:
-            found = [plain(encoder, inputs) for _ in range(60)]
+            found = [plain(encoder, inputs) for _ in range(25)]
         finally:
             stop.set()
             thread.join()
@@ -869,9 +933,14 @@ def test_a_closed_encoder_says_so_and_closing_again_does_nothing() -> None:
 
 
 def test_the_context_manager_closes_after_an_error_too() -> None:
-    with pytest.raises(KeyError), made() as encoder:
-        assert encoder.encode([]) == []
-        raise KeyError
+    encoder = made()
+
+    def fail_inside() -> None:
+        with encoder:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
     with pytest.raises(ClosedError):
         encoder.encode_inputs(**example(encoder))
 

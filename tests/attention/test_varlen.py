@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,12 @@ from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionModel
 
 from onereplay.attention import backends, resolve_backend, varlen_attention
 from onereplay.attention.backends import FA4_MIN_SEQLEN, HEAD_SIZES, fa4_installed
-from onereplay.attention.interface import NAME, attention_forward, use_varlen
+from onereplay.attention.interface import PREFIX, use_varlen
+from onereplay.config import ATTENTION_BACKENDS
 from onereplay.errors import ConfigError, MissingDependencyError, OnereplayError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NAME = PREFIX + "auto"
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -329,16 +332,25 @@ def batched(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.transpose(0, 1).unsqueeze(0), k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0)
 
 
+def attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, name: str = NAME, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls by this name."""
+    result: tuple[Tensor, Tensor | None] = AttentionInterface()[name](module, query, key, value, mask, **options)
+    return result
+
+
 MODULE: Any = torch.nn.Module()
 QKV = heads(10, size=8)
 BOUNDS = [0, 4, 10]
 EXPECTED = by_hand(*QKV, BOUNDS, 0.25)
 
 
-def test_the_name_is_registered_for_attention_and_for_masks_and_contains_flash() -> None:
-    assert "flash" in NAME
-    assert AttentionInterface().get_interface(NAME, None) is attention_forward
-    assert NAME in AttentionMaskInterface()
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+def test_a_name_for_each_back_end_is_registered_for_attention_and_masks_and_contains_flash(backend: str) -> None:
+    assert "flash" in PREFIX
+    assert PREFIX + backend in AttentionInterface()
+    assert PREFIX + backend in AttentionMaskInterface()
 
 
 def test_offsets_of_the_qwen_line_are_obeyed() -> None:
@@ -366,21 +378,38 @@ def test_the_bound_of_the_call_goes_before_that_of_the_block(config: Siglip2Visi
     call: dict[str, Any] = {"scaling": 0.25, "cu_seq_lens_q": offsets(*BOUNDS)}
     with use_varlen(config, "auto", max_seqlen=2):
         output, _ = attention_forward(MODULE, *batched(*QKV), None, max_length_q=6, **call)
-        assert_close(output[0], EXPECTED)
-        with pytest.raises(ValueError, match="exceeds max_seqlen=2"):
-            attention_forward(MODULE, *batched(*QKV), None, **call)
+    assert_close(output[0], EXPECTED)
+    with use_varlen(config, "auto", max_seqlen=2), pytest.raises(ValueError, match="exceeds max_seqlen=2"):
+        attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS), scaling=0.25)
 
 
-def test_the_back_end_of_the_block_is_the_one_that_runs(config: Siglip2VisionConfig) -> None:
-    with use_varlen(config, "fa2", max_seqlen=6), pytest.raises(ConfigError, match="'fa2' needs a CUDA device"):
-        attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS))
-
-
-def test_offsets_without_a_bound_never_attend_across_sequences() -> None:
-    try:
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
+def test_the_back_end_of_the_name_is_the_one_that_runs(backend: str) -> None:
+    def call() -> Tensor:
         output, _ = attention_forward(
-            MODULE, *batched(*QKV), None, scaling=0.25, cu_seq_lens_q=offsets(*BOUNDS), cu_seq_lens_k=offsets(*BOUNDS)
+            MODULE,
+            *batched(*QKV),
+            None,
+            name=PREFIX + backend,
+            scaling=0.25,
+            cu_seq_lens_q=offsets(*BOUNDS),
+            max_length_q=6,
         )
+        return output[0]
+
+    if backend in ("auto", "reference"):
+        assert_close(call(), EXPECTED)
+    else:
+        with pytest.raises(ConfigError, match=f"'{backend}' needs a CUDA device"):
+            call()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside a block", "inside a block"])
+def test_offsets_without_a_bound_never_attend_across_sequences(inside: bool, config: Siglip2VisionConfig) -> None:
+    call: dict[str, Any] = {"cu_seq_lens_q": offsets(*BOUNDS), "cu_seq_lens_k": offsets(*BOUNDS)}
+    try:
+        with use_varlen(config, "auto", max_seqlen=6) if inside else nullcontext():
+            output, _ = attention_forward(MODULE, *batched(*QKV), None, scaling=0.25, **call)
     except (OnereplayError, ValueError):
         return
     assert_close(output[0], EXPECTED)
@@ -440,41 +469,59 @@ def test_tiles_with_a_mask_are_transformers_own(config: Siglip2VisionConfig) -> 
     assert torch.equal(output, expected)
 
 
+def plain_tiles() -> Tensor:
+    """A batch without a mask under the name of a back end that would refuse the CPU, were it ours."""
+    output, _ = attention_forward(MODULE, *tiles(), None, name=PREFIX + "fa2", scaling=0.25, is_causal=False)
+    return output
+
+
 def test_a_batch_outside_a_block_of_tiles_is_transformers_own(config: Siglip2VisionConfig) -> None:
     expected, _ = sdpa_attention_forward(MODULE, *tiles(), None, scaling=0.25, is_causal=False)
-    with use_varlen(config, "fa2", tiles=True):
-        pass
-    assert torch.equal(attention_forward(MODULE, *tiles(), None, scaling=0.25, is_causal=False)[0], expected)
+    with use_varlen(config, "fa2", tiles=True), pytest.raises(ConfigError, match="'fa2'"):
+        plain_tiles()
+    assert torch.equal(plain_tiles(), expected)
     with use_varlen(config, "fa2"):
-        assert torch.equal(attention_forward(MODULE, *tiles(), None, scaling=0.25, is_causal=False)[0], expected)
+        assert torch.equal(plain_tiles(), expected)
 
 
 # ------------------------------------------------------------------ the name of a tower's attention
 
 
+@pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 @pytest.mark.parametrize("name", ["sdpa", "eager", None])
-def test_a_block_switches_the_name_and_restores_it(name: str | None, config: Siglip2VisionConfig) -> None:
+def test_a_block_switches_the_name_and_restores_it(name: str | None, backend: str, config: Siglip2VisionConfig) -> None:
     config._attn_implementation = name
-    with use_varlen(config, "auto"):
-        assert config._attn_implementation == NAME
+    with use_varlen(config, backend):
+        assert config._attn_implementation == PREFIX + backend
     assert config._attn_implementation == name
 
 
-def test_a_block_that_raises_restores_the_name_the_back_end_and_the_bound(config: Siglip2VisionConfig) -> None:
-    with pytest.raises(KeyError), use_varlen(config, "fa2", max_seqlen=6):
-        raise KeyError
+def test_a_block_that_raises_restores_the_name_the_bound_and_the_tiles(config: Siglip2VisionConfig) -> None:
+    expected, _ = sdpa_attention_forward(MODULE, *tiles(), None, scaling=0.25, is_causal=False)
+    with use_varlen(config, "auto", max_seqlen=6):
+        with pytest.raises(KeyError), use_varlen(config, "auto", max_seqlen=1, tiles=True):
+            raise KeyError
+        output, _ = attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS), scaling=0.25)
+        assert_close(output[0], EXPECTED)
+        assert torch.equal(plain_tiles(), expected)
     assert config._attn_implementation == "sdpa"
-    output, _ = attention_forward(MODULE, *batched(*QKV), None, max_length_q=6, cu_seq_lens_q=offsets(*BOUNDS))
-    assert_close(output[0], by_hand(*QKV, BOUNDS, 8**-0.5))
 
 
 def test_blocks_nest(config: Siglip2VisionConfig) -> None:
     with use_varlen(config, "auto", max_seqlen=6):
-        with use_varlen(config, "fa2", max_seqlen=1):
+        with use_varlen(config, "auto", max_seqlen=1):
             pass
         assert config._attn_implementation == NAME
         output, _ = attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS), scaling=0.25)
         assert_close(output[0], EXPECTED)
+    assert config._attn_implementation == "sdpa"
+
+
+def test_an_outer_block_has_its_back_end_again_after_an_inner_one(config: Siglip2VisionConfig) -> None:
+    with use_varlen(config, "auto"):
+        with use_varlen(config, "fa2"):
+            assert config._attn_implementation == PREFIX + "fa2"
+        assert config._attn_implementation == NAME
     assert config._attn_implementation == "sdpa"
 
 
@@ -523,7 +570,7 @@ def test_overlapping_blocks_of_two_threads_restore_the_name_when_the_last_one_en
 def in_a_thread_beside(config: Any, work: Callable[[], Tensor]) -> Tensor:
     """The result of `work` in another thread while this one holds a block open."""
     results: list[Tensor] = []
-    with use_varlen(config, "fa2", max_seqlen=1):
+    with use_varlen(config, "auto", max_seqlen=1, tiles=True):
         thread = threading.Thread(target=lambda: results.append(work()))
         thread.start()
         thread.join()

@@ -7,9 +7,11 @@ off by at most 256 * 2**-24 of the mean size of its entries (below 1), times the
 
 import copy
 import functools
+import gc
 import itertools
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -232,6 +234,19 @@ def test_a_batch_over_the_largest_budget_is_one_forward_of_its_exact_size(graphs
     manager.encode(batch_of(picture(random(), 30), picture(random(), 3)))
     assert graphs.replays == []
     assert adapter.forwards == [("main", 33 * MERGE)]
+
+
+def test_an_eager_forward_sees_the_batch_and_no_padding() -> None:
+    seen: list[dict[str, Tensor]] = []
+    adapter = DummyAdapter(before_forward=lambda path, buffers: seen.append(dict(buffers)))
+    manager = EncoderCudaGraphManager(adapter, config())
+    batch = batch_of(picture(random(), 3, 5), picture(random(), 2))
+    manager.encode(batch)
+    pixels = torch.cat([part for each in batch.pictures for part in each.sequences["main"]])
+    assert torch.equal(seen[0]["pixels"], pixels)
+    assert seen[0]["cu_seqlens"].tolist() == [0, 6, 16, 20]
+    assert seen[0]["places"].tolist() == [*range(1, 7), *range(1, 11), *range(1, 5)]
+    assert seen[0]["order"].tolist() == [7, 6, 5, 4, 3, 2, 1, 0, 9, 8]
 
 
 def test_nine_items_with_a_bound_of_eight_are_one_eager_forward_of_nine(graphs: CountingGraphs) -> None:
@@ -626,6 +641,18 @@ def test_leaving_the_with_block_closes_also_after_an_error(graphs: CountingGraph
     assert graphs.closed == 1
     with pytest.raises(ClosedError):
         manager.capture()
+
+
+def test_closing_frees_every_static_buffer() -> None:
+    manager = captured(DummyAdapter(), config(8))
+    manager.encode(batch_of(picture(random(), 3)))
+    path = manager._paths["main"]
+    static = [weakref.ref(tensor) for tensor in (*path.block.tensors(), *path.outputs)]
+    del path
+    assert all(tensor() is not None for tensor in static)
+    manager.close()
+    gc.collect()
+    assert all(tensor() is None for tensor in static)
 
 
 def test_closing_leaves_results_and_the_model_whole() -> None:

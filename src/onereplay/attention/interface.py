@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,8 +54,9 @@ def attention_forward(
     In a forward of tiles they are `(tiles, heads, rows, D)`, and so is the result with heads and rows swapped.
     """
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    if cu_seq_lens_q is not None and max_length_q is not None:
-        return _packed_forward(query, key, value, cu_seq_lens_q, max_length_q, scale, backend), None
+    if cu_seq_lens_q is not None:
+        bound = max_length_q if max_length_q is not None else query.shape[2]
+        return _packed_forward(query, key, value, cu_seq_lens_q, bound, scale, backend), None
     if _active.tiles and attention_mask is None:
         return _tiles_forward(query, key, value, scale, backend), None
     cu_seqlens, max_seqlen = _offsets_in(attention_mask), _active.max_seqlen
@@ -101,33 +103,43 @@ def use_varlen(config: Any, backend: str, max_seqlen: int | None = None, *, tile
     """
     previous = _active.max_seqlen, _active.tiles
     _active.max_seqlen, _active.tiles = max_seqlen, tiles
-    _switch(config, PREFIX + backend)
+    block = _switch(config, PREFIX + backend)
     try:
         yield
     finally:
-        _switch_back(config)
+        _switch_back(config, block)
         _active.max_seqlen, _active.tiles = previous
 
 
+@dataclass
+class _Switched:
+    """The name that a config had, and the names of the blocks that are open on it, in the order of their opening."""
+
+    original: str | None
+    open: dict[object, str] = field(default_factory=dict)
+
+
 _switch_lock = threading.Lock()
-_switched: dict[int, tuple[str | None, int]] = {}
-"""By `id(config)`: the name to restore and how many blocks are open. Blocks of several threads may overlap."""
+_switched: dict[int, _Switched] = {}
+"""By `id(config)`. Blocks nest, and those of several threads may overlap: the last one that is open gives the name, and
+the original returns with the end of all."""
 
 
-def _switch(config: Any, name: str) -> None:
+def _switch(config: Any, name: str) -> object:
+    block = object()
     with _switch_lock:
-        original, users = _switched.get(id(config), (config._attn_implementation, 0))
-        _switched[id(config)] = original, users + 1
+        _switched.setdefault(id(config), _Switched(config._attn_implementation)).open[block] = name
         config._attn_implementation = name
+    return block
 
 
-def _switch_back(config: Any) -> None:
+def _switch_back(config: Any, block: object) -> None:
     with _switch_lock:
-        original, users = _switched.pop(id(config))
-        if users > 1:
-            _switched[id(config)] = original, users - 1
-        else:
-            config._attn_implementation = original
+        state = _switched[id(config)]
+        del state.open[block]
+        config._attn_implementation = next(reversed(state.open.values()), state.original)
+        if not state.open:
+            del _switched[id(config)]
 
 
 def register() -> None:

@@ -9,6 +9,7 @@ forward. A name that is missing or unknown is an error in every place, never sta
 """
 
 import enum
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -107,6 +108,19 @@ class Packed:
     sizes: Sequence[PathSize]
     pieces: Sequence[Mapping[str, Array]]
     staged: Mapping[str, Sequence[Tensor]]
+
+    def check_staged(self, declarations: Sequence[Declaration]) -> None:
+        """Assert that the staged tensors bring exactly the rows that the sizes announce.
+
+        Raises:
+            CapacityError: too many rows would be cut off, too few would leave an earlier batch's rows in their place.
+        """
+        for part in declarations:
+            if isinstance(part, Staged):
+                rows = sum(len(source) for source in self.staged[part.name])
+                announced = sum(getattr(size, part.unit) for size in self.sizes)
+                if rows != announced:
+                    raise CapacityError(f"{part.name!r} brings {rows} rows, the items announce {announced} {part.unit}")
 
     def as_they_come(self, declarations: Sequence[Declaration]) -> tuple[Declaration, ...]:
         """The declarations for an eager forward, which takes staged rows of any trailing shape."""
@@ -210,11 +224,8 @@ class Layout:
             if isinstance(declaration, Staged)
         }
 
-    def bounds(self) -> dict[str, int]:
-        """For each `Offsets`, a host integer that no sequence exceeds: `max_seqlen`.
-
-        Real sequences are at most `capacity.longest` patches (windows: `longest_dummy`, which is the window's size).
-        """
+    @functools.cached_property
+    def _bounds(self) -> dict[str, int]:
         found = {}
         for declaration in self.declarations:
             if isinstance(declaration, Offsets):
@@ -222,6 +233,13 @@ class Layout:
                 dummy = min(declaration.longest_dummy, self.capacity.patches) if self.padded else 0
                 found[declaration.name] = max(longest, dummy, 1)
         return found
+
+    def bounds(self) -> dict[str, int]:
+        """For each `Offsets`, a host integer that no sequence exceeds: `max_seqlen`.
+
+        Real sequences are at most `capacity.longest` patches (windows: `longest_dummy`, which is the window's size).
+        """
+        return dict(self._bounds)
 
     def fill(self, views: Mapping[str, Array], packed: Packed) -> None:
         """Write one batch's metadata into numpy views of a host block, padding included.
@@ -260,6 +278,7 @@ class Layout:
         lengths = np.concatenate([piece[offsets.name] for piece in packed.pieces] or [np.zeros(0, np.int64)])
         covered = int(lengths.sum())
         self._check(offsets.name, covered, self.capacity.patches)
+        self._check(f"{offsets.name} (the longest sequence)", int(lengths.max(initial=0)), self.bounds()[offsets.name])
         if self.padded:
             lengths = np.concatenate([lengths, _dummies(self.capacity.patches - covered, offsets.longest_dummy)])
         self._check(offsets.name, len(lengths), len(view) - 1)

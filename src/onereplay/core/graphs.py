@@ -97,9 +97,10 @@ class CudaGraphs:
         """Warm up outside the capture (library handles, workspaces, compiled kernels), then record."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            with CaptureGuard():
+            # Under a dispatch mode PyTorch would give up compiling these functions for good, so the guarded run is eager.
+            with torch.compiler.set_stance("force_eager"), CaptureGuard():
                 forward(*inputs)
-            forward(*inputs)  # once more without the guard, under which PyTorch does not run compiled code
+            forward(*inputs)
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -157,6 +158,8 @@ class _Trace:
 
 def _copy_results(results: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     for result, output in zip(results, outputs, strict=True):
+        if result.shape != output.shape:
+            raise CaptureError(f"forward gives {tuple(result.shape)} where {tuple(output.shape)} is declared")
         output.copy_(result)
 
 

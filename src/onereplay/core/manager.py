@@ -44,10 +44,11 @@ class _Path:
         self.layouts = [Layout(spec.buffers, capacity, padded=True) for capacity in capacities]
         self.block = Block(self.layouts, dtype, device)
         self.staging = Staging(self.layouts, dtype, device)
-        self.outputs = tuple(
-            torch.zeros(_most(output.unit, capacities), *output.shape, dtype=dtype, device=device)
-            for output in spec.outputs
-        )
+        with torch.inference_mode(False):
+            self.outputs = tuple(
+                torch.zeros(_most(output.unit, capacities), *output.shape, dtype=dtype, device=device)
+                for output in spec.outputs
+            )
         self.graphs: dict[Capacity, _Captured] = {}
         self.pending: set[Capacity] = set()
         """Capacities that are recorded when a batch first needs them."""
@@ -112,6 +113,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         self._lock = threading.RLock()
         self._order = _StreamOrder(self.device)
         self._closed = False
+        self._seconds = 0.0
 
     @property
     def capacities(self) -> dict[str, tuple[Capacity, ...]]:
@@ -154,17 +156,21 @@ class EncoderCudaGraphManager(Generic[BatchT]):
             else:
                 for path, capacity in _progress(steps, "capturing"):
                     self._try_capture(path, capacity)
+        self._seconds = time.perf_counter() - start
+        self._note_capture()
+        logger.info("%s", self._stats.capture)
+
+    def _note_capture(self) -> None:
         self._refresh_capacities()
         self._stats.capture = CaptureReport(
             backend=self._backend.name,
             budgets={path: tuple(c.tokens for c in usable) for path, usable in self.capacities.items()},
             dropped={path: tuple(sorted(budgets)) for path, budgets in self._dropped.items() if budgets},
-            seconds=time.perf_counter() - start,
+            seconds=self._seconds,
             static_bytes=sum(path.static_bytes() for path in self._paths.values()),
             pool_bytes=self._backend.pool_bytes(),
             pinned_bytes=sum(path.staging.pinned_bytes() for path in self._paths.values()),
         )
-        logger.info("%s", self._stats.capture)
 
     def _try_capture(self, path: str, capacity: Capacity) -> None:
         """Capture one budget, or drop it with a warning."""
@@ -229,9 +235,11 @@ class EncoderCudaGraphManager(Generic[BatchT]):
             ]
             if not pending:
                 return steps
+            start = time.perf_counter()
             for path, capacity in pending:
                 self._try_capture(path, capacity)
-            self._refresh_capacities()
+            self._seconds += time.perf_counter() - start
+            self._note_capture()
 
     def _run(self, path: str, steps: Plan, batch: BatchT) -> Sequence[Tensor]:
         """The path's real rows, one fresh tensor for each declared output."""

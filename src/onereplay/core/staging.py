@@ -51,9 +51,9 @@ class Block:
 class _HostTurn:
     """One pinned block, its numpy views by layout, and the event that says its copies are done."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, *, pinned: bool) -> None:
         self.block = block
-        self.copied = torch.cuda.Event() if block.metadata.is_pinned() else None
+        self.copied = torch.cuda.Event() if pinned else None
         self._views: dict[int, dict[str, Array]] = {}
 
     def views(self, layout: Layout) -> Mapping[str, Array]:
@@ -75,7 +75,8 @@ class Staging:
     def __init__(self, layouts: Sequence[Layout], dtype: torch.dtype, device: torch.device) -> None:
         pinned = device.type == "cuda"
         self._turns = [
-            _HostTurn(Block(layouts, dtype, torch.device("cpu"), pinned=pinned)) for _ in range(TURNS if pinned else 1)
+            _HostTurn(Block(layouts, dtype, torch.device("cpu"), pinned=pinned), pinned=pinned)
+            for _ in range(TURNS if pinned else 1)
         ]
         self._next = 0
 
@@ -85,6 +86,7 @@ class Staging:
 
     def load(self, packed: Packed, layout: Layout, into: Block) -> None:
         """Copy one batch into the static block, in the current stream: one copy of metadata, one for each `Staged`."""
+        packed.check_staged(layout.declarations)
         turn = self._turns[self._next]
         self._next = (self._next + 1) % len(self._turns)
         if turn.copied is not None:
@@ -100,6 +102,7 @@ def exact_buffers(packed: Packed, layout: Layout, dtype: torch.dtype, device: to
 
     Pixels that lie on the device in the model's dtype are taken as they are; others cross once, as in a replay.
     """
+    packed.check_staged(layout.declarations)
     pinned = device.type == "cuda"
     metadata = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pinned)
     layout.fill({name: view.numpy() for name, view in layout.views(metadata).items()}, packed)

@@ -1,0 +1,598 @@
+"""`accelerate`: a whole transformers model generates the same tokens, keeps its types, and is given back as it was.
+
+Tolerance of features: the fp32 rule of `onereplay.checking`, 1e-5 of the largest reference value. Tokens are compared
+exactly: with random weights the first and second logit are far further apart than 1e-5.
+"""
+
+import copy
+import functools
+import inspect
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from onereplay import EncoderCudaGraphConfig
+from onereplay.accelerate import Accelerated, accelerate
+from onereplay.adapters import ADAPTERS, adapter_for
+from onereplay.checking import FP32_TOLERANCE
+from onereplay.core.plan import Reason
+from onereplay.errors import ConfigError, InputError, OnereplayError, UnsupportedModelError
+from onereplay.geometry import Grid
+from onereplay.loading import random_weights_
+from onereplay.presets import get_preset, hf_config
+
+TINY = {"qwen2_5_vl": "qwen2_5_vl-7b@tiny", "internvl": "internvl3-8b@tiny", "lfm2_vl": "lfm2_vl-450m@tiny"}
+CONFIG = EncoderCudaGraphConfig(token_budgets=(64,))
+"""Traced on first use."""
+POOLED = {"qwen2_5_vl": tuple, "internvl": Tensor, "lfm2_vl": list}
+"""The type of `pooler_output` in transformers."""
+TEXT, START, END, IMAGE, VIDEO = 7, 60, 61, 62, 63
+"""Token ids of the presets' stand-in vocabulary."""
+
+
+# ------------------------------------------------------------------ helpers
+
+
+def whole_model(model_type: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny `...ForConditionalGeneration`; every weight is drawn from the seed."""
+    model = AutoModelForImageTextToText.from_config(hf_config(get_preset(TINY[model_type])), dtype=dtype).eval()
+    random_weights_(model, tuple(name for name, _ in model.named_children()), seed)
+    return model
+
+
+def pixel_inputs(model: Any, grids: Sequence[Grid] | None = None, seed: int = 0) -> dict[str, Tensor]:
+    """Random pixels and sizes of several images, under the names of the stock entry point."""
+    adapter = adapter_for(model)
+    grids = grids or (
+        [Grid(1, 4, 6), Grid(1, 8, 8), Grid(1, 2, 2)] if adapter.engine == "packed" else [Grid(1, 1, 1)] * 3
+    )
+    return adapter.example_inputs(grids, torch.Generator().manual_seed(seed))
+
+
+def prompt(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inputs with a prompt of text around the placeholders of every image, then of every video."""
+    adapter = adapter_for(model)
+    ids = [5, 6]
+    for item in adapter.batch(**inputs).items:
+        placeholder = IMAGE if item.modality.value == "image" else VIDEO
+        ids += [START, *[placeholder] * item.num_tokens, END, TEXT]
+    input_ids = torch.tensor([ids])
+    found = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **inputs}
+    if adapter.model_type == "qwen2_5_vl":
+        found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
+    return found
+
+
+def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> list[int]:
+    given = prompt(model, inputs)
+    device = next(model.parameters()).device
+    ids = model.generate(
+        **{name: value.to(device) for name, value in given.items()},
+        **{"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **options},
+    )
+    tokens: list[int] = ids[0, given["input_ids"].shape[1] :].tolist()
+    return tokens
+
+
+def rows_of(output: Any) -> Tensor:
+    """All rows of a `pooler_output`, whatever its type."""
+    return torch.cat([rows.reshape(-1, rows.shape[-1]) for rows in output.pooler_output])
+
+
+def features(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
+    """`get_image_features` of the inputs, or `get_video_features` where they are a video's."""
+    kind = "video" if "pixel_values_videos" in inputs else "image"
+    with torch.no_grad():
+        return getattr(model, f"get_{kind}_features")(**inputs, **options)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= FP32_TOLERANCE * expected.abs().max().clamp(min=1)
+
+
+def num_replays(handle: Accelerated) -> int:
+    return sum(handle.report().replays["vision"].values())
+
+
+def num_eager(handle: Accelerated) -> dict[str, int]:
+    return handle.report().eager["vision"]
+
+
+@pytest.fixture(scope="module", params=sorted(ADAPTERS))
+def model_type(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def stock(model_type: str) -> Any:
+    """Never accelerated: what is expected comes from it."""
+    return whole_model(model_type)
+
+
+@pytest.fixture(scope="module")
+def shared(model_type: str) -> Iterator[tuple[Any, Accelerated]]:
+    """A model of the same weights, accelerated; for tests that leave it as it is."""
+    model = whole_model(model_type)
+    with accelerate(model, CONFIG) as handle:
+        yield model, handle
+
+
+# ------------------------------------------------------------------ generate
+
+
+def test_generate_gives_the_same_tokens_and_the_encoder_was_replayed(
+    stock: Any, shared: tuple[Any, Accelerated]
+) -> None:
+    model, handle = shared
+    inputs = pixel_inputs(stock)
+    before = num_replays(handle), handle.report().items
+    found = generate(model, inputs)
+    assert found == generate(stock, inputs)
+    assert (num_replays(handle), handle.report().items) == (before[0] + 1, before[1] + 3)
+    assert found != generate(model, pixel_inputs(stock, seed=1)), "the tokens depend on the pictures"
+
+
+def test_beams_and_a_text_of_no_pictures_give_the_same_tokens(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    model, handle = shared
+    inputs = pixel_inputs(stock)
+    assert generate(model, inputs, num_beams=3) == generate(stock, inputs, num_beams=3)
+    before = handle.report()
+    text = torch.tensor([[5, 6, TEXT]])
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(text)
+    assert torch.equal(
+        model.generate(input_ids=text, attention_mask=mask, **options),
+        stock.generate(input_ids=text, attention_mask=mask, **options),
+    )
+    assert handle.report() == before
+
+
+def test_a_batch_over_the_largest_budget_runs_eagerly_and_gives_the_same_tokens(model_type: str, stock: Any) -> None:
+    model = whole_model(model_type)
+    inputs = pixel_inputs(stock)
+    with accelerate(model, EncoderCudaGraphConfig(token_budgets=(8,))) as handle:
+        assert generate(model, inputs) == generate(stock, inputs)
+        assert num_eager(handle) == {Reason.OVER_LARGEST_BUDGET.value: 1}
+        assert num_replays(handle) == 0
+
+
+def test_generate_with_images_and_a_video_gives_the_same_tokens() -> None:
+    stock, model = whole_model("qwen2_5_vl"), whole_model("qwen2_5_vl")
+    inputs = pixel_inputs(stock, [Grid(1, 4, 6), Grid(3, 4, 4), Grid(1, 2, 2)])
+    assert {"pixel_values", "pixel_values_videos"} <= inputs.keys()
+    with accelerate(model, CONFIG) as handle:
+        assert generate(model, inputs) == generate(stock, inputs)
+        assert (num_replays(handle), handle.report().items) == (2, 3)
+        assert num_eager(handle) == {}
+
+
+def test_the_logits_of_a_forward_are_those_of_the_stock_model(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    model, _ = shared
+    given = prompt(stock, pixel_inputs(stock))
+    with torch.no_grad():
+        assert_close(model(**given).logits, stock(**given).logits)
+
+
+# ------------------------------------------------------------------ types and parameters
+
+
+def test_features_keep_their_type_shapes_and_values(
+    model_type: str, stock: Any, shared: tuple[Any, Accelerated]
+) -> None:
+    model, handle = shared
+    inputs = pixel_inputs(stock)
+    before = num_replays(handle)
+    found, expected = features(model.model, inputs), features(stock.model, inputs)
+    assert num_replays(handle) == before + 1
+    assert type(found) is type(expected)
+    assert type(found.pooler_output) is type(expected.pooler_output) is POOLED[model_type]
+    assert [rows.shape for rows in found.pooler_output] == [rows.shape for rows in expected.pooler_output]
+    assert_close(rows_of(found), rows_of(expected))
+    assert {rows.dtype for rows in found.pooler_output} == {torch.float32}
+
+
+def test_video_features_keep_their_type_shapes_and_values() -> None:
+    stock, model = whole_model("qwen2_5_vl"), whole_model("qwen2_5_vl")
+    inputs = pixel_inputs(stock, [Grid(3, 4, 4), Grid(2, 4, 6)])
+    with accelerate(model, CONFIG) as handle:
+        found, expected = features(model, inputs), features(stock, inputs)
+        assert num_replays(handle) == 1
+        assert type(found.pooler_output) is type(expected.pooler_output) is tuple
+        assert [rows.shape for rows in found.pooler_output] == [rows.shape for rows in expected.pooler_output]
+        assert_close(rows_of(found), rows_of(expected))
+
+
+def test_through_the_outer_class_too(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    model, handle = shared
+    inputs = pixel_inputs(stock)
+    before = num_replays(handle)
+    assert_close(rows_of(features(model, inputs)), rows_of(features(stock, inputs)))
+    assert num_replays(handle) == before + 1
+
+
+def test_the_base_model_alone_can_be_accelerated(model_type: str, stock: Any) -> None:
+    model = whole_model(model_type)
+    inputs = pixel_inputs(stock)
+    with accelerate(model.model, CONFIG) as handle:
+        assert_close(rows_of(features(model, inputs)), rows_of(features(stock, inputs)))
+        assert num_replays(handle) == 1
+
+
+def test_positional_and_keyword_arguments_serve_alike(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    model, handle = shared
+    inputs = pixel_inputs(stock)
+    names = list(adapter_for(stock).entry_points["get_image_features"])
+    values = [inputs[name] for name in names]
+    expected = rows_of(features(model, inputs))
+    before = num_replays(handle)
+    for count in range(len(values) + 1):
+        rest = dict(zip(names[count:], values[count:], strict=True))
+        with torch.no_grad():
+            for owner in (model, model.model):
+                assert torch.equal(rows_of(owner.get_image_features(*values[:count], **rest)), expected)
+    assert num_replays(handle) == before + 2 * (len(values) + 1)
+
+
+def test_the_signature_stays(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    model, handle = shared
+    for name in handle.adapter.entry_points:
+        replaced, plain = getattr(model.model, name), getattr(stock.model, name)
+        assert inspect.signature(replaced) == inspect.signature(plain)
+        assert replaced.__name__ == plain.__name__
+
+
+@pytest.mark.parametrize("option", [{"return_dict": True}, {"output_hidden_states": False}, {"return_dict": None}])
+def test_options_that_ask_for_nothing_more_are_replayed(
+    stock: Any, shared: tuple[Any, Accelerated], option: dict[str, Any]
+) -> None:
+    model, handle = shared
+    inputs = pixel_inputs(stock)
+    before = num_replays(handle)
+    assert_close(rows_of(features(model, inputs, **option)), rows_of(features(stock, inputs)))
+    assert num_replays(handle) == before + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_pixels_of_another_dtype_are_converted_as_before(
+    model_type: str, stock: Any, shared: tuple[Any, Accelerated], dtype: torch.dtype
+) -> None:
+    """transformers converts them to the tower's dtype (LFM2-VL: in its patch embedding)."""
+    model, _ = shared
+    inputs = pixel_inputs(stock)
+    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    found, expected = features(model, inputs), features(stock, inputs)
+    assert_close(rows_of(found), rows_of(expected))
+    assert rows_of(found).dtype == rows_of(expected).dtype
+
+
+def test_sizes_may_be_of_another_integer_type(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    model, _ = shared
+    inputs = pixel_inputs(stock)
+    table = next((name for name in ("image_grid_thw", "spatial_shapes") if name in inputs), None)
+    if table is None:
+        pytest.skip("a model of tiles has no table of sizes")
+    assert inputs[table].dtype == torch.int64
+    expected = rows_of(features(model, inputs))
+    assert torch.equal(rows_of(features(model, {**inputs, table: inputs[table].int()})), expected)
+
+
+def test_results_are_the_callers_own(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    model, handle = shared
+    first = rows_of(features(model, pixel_inputs(stock)))
+    kept = first.clone()
+    output = features(model, pixel_inputs(stock, seed=1)).pooler_output
+    assert not any(handle.manager.owns(rows) for rows in output)
+    for rows in output:
+        rows.fill_(torch.nan)
+    assert torch.equal(first, kept)
+    assert torch.equal(rows_of(features(model, pixel_inputs(stock))), kept)
+
+
+def test_pixels_that_do_not_fit_their_sizes_are_an_input_error(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    model, _ = shared
+    inputs = pixel_inputs(stock)
+    with pytest.raises(InputError, match="pixel_values has shape"):
+        features(model, {**inputs, "pixel_values": inputs["pixel_values"][..., :-1, :-1]})
+
+
+# ------------------------------------------------------------------ calls that need the stock method
+
+
+STOCK_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"return_dict": False}, "return_dict=False"),
+    ({"output_hidden_states": True}, "output_hidden_states=True"),
+    ({"output_attentions": True}, "output_attentions=True"),
+]
+
+
+def logged_reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "an eager forward" in record.getMessage()]
+
+
+@pytest.mark.parametrize(("options", "why"), STOCK_CALLS, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_call_that_asks_for_more_is_the_stock_call_counted_and_logged_once(
+    model_type: str, stock: Any, options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = whole_model(model_type)
+    inputs = pixel_inputs(stock)
+    for each in (model, stock):
+        if "output_attentions" in options:
+            each.set_attn_implementation("eager")
+    try:
+        with accelerate(model, CONFIG) as handle:
+            for _ in range(2):
+                assert_same_output(features(model, inputs, **options), features(stock, inputs, **options))
+            assert num_eager(handle) == {Reason.UNSUPPORTED_INPUT.value: 2}
+            assert num_replays(handle) == 0
+            (line,) = logged_reasons(caplog)
+            assert why in line
+    finally:
+        stock.set_attn_implementation("sdpa")
+
+
+def assert_same_output(found: Any, expected: Any) -> None:
+    """Bit for bit, through tuples and output objects."""
+    assert type(found) is type(expected)
+    if isinstance(found, Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(found, dict):
+        assert list(found) == list(expected)
+        assert_same_output(list(found.values()), list(expected.values()))
+    elif isinstance(found, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same_output(one, other)
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("options", [{"vision_feature_layer": -2}, {"vision_feature_select_strategy": "full"}], ids=str)
+def test_another_feature_layer_or_strategy_is_the_stock_call(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, stock = whole_model("internvl"), whole_model("internvl")
+    inputs = pixel_inputs(stock)
+    with accelerate(model, CONFIG) as handle:
+        if "vision_feature_layer" in options:
+            assert_same_output(features(model, inputs, **options), features(stock, inputs, **options))
+        else:  # 17 rows are no square: the stock method cannot do it either, and it is the stock method that says so
+            with pytest.raises(RuntimeError, match="shape"):
+                features(model, inputs, **options)
+        assert num_eager(handle) == {Reason.UNSUPPORTED_INPUT.value: 1}
+        assert next(iter(options)) in logged_reasons(caplog)[0]
+        same = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
+        assert_close(rows_of(features(model, inputs, **same)), rows_of(features(stock, inputs)))
+        assert num_replays(handle) == 1
+
+
+def test_a_feature_layer_of_the_configuration_is_obeyed() -> None:
+    model, stock = whole_model("internvl"), whole_model("internvl")
+    for each in (model, stock):
+        each.config.vision_feature_layer = each.model.config.vision_feature_layer = -2
+    inputs = pixel_inputs(stock)
+    with accelerate(model, CONFIG):
+        assert_close(rows_of(features(model, inputs)), rows_of(features(stock, inputs)))
+
+
+def test_in_training_with_gradients_the_stock_method_trains(
+    model_type: str, stock: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = whole_model(model_type).train()
+    inputs = pixel_inputs(stock)
+    with accelerate(model, CONFIG) as handle:
+        rows_of(model.get_image_features(**inputs)).square().sum().backward()
+        gradient = handle.adapter.weight.grad
+        assert gradient is not None
+        assert gradient.abs().max() > 0
+        assert num_eager(handle) == {Reason.UNSUPPORTED_INPUT.value: 1}
+        assert "the model is in training mode" in logged_reasons(caplog)[0]
+        with torch.no_grad():
+            assert_close(rows_of(model.get_image_features(**inputs)), rows_of(features(stock, inputs)))
+        assert num_replays(handle) == 1
+
+
+def test_a_gradient_of_the_pixels_is_not_cut_off(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    """In eval mode too: features without a gradient would make saliency maps and attacks silently zero or fail."""
+    model, _ = shared
+    inputs = pixel_inputs(stock)
+    inputs["pixel_values"].requires_grad_()
+    output = model.get_image_features(**inputs)
+    assert rows_of(output).requires_grad
+
+
+def test_metadata_of_the_callers_own_is_the_stock_call() -> None:
+    model, stock = whole_model("qwen2_5_vl"), whole_model("qwen2_5_vl")
+    inputs = pixel_inputs(stock)
+    own = {"image_max_seqlen": 64}
+    with accelerate(model, CONFIG) as handle:
+        try:
+            expected = features(stock, inputs, **own)
+        except (TypeError, ValueError):
+            pytest.skip("this transformers takes no metadata of the caller's")
+        assert_same_output(features(model, inputs, **own), expected)
+        assert num_eager(handle) == {Reason.UNSUPPORTED_INPUT.value: 1}
+
+
+# ------------------------------------------------------------------ restore
+
+
+def assert_stock(model: Any) -> None:
+    """The methods are the class's again, and nothing is left on the instance."""
+    base = model.model
+    assert not [name for name in vars(base) if "onereplay" in name]
+    for name in adapter_for(model).entry_points:
+        assert name not in vars(base)
+        assert getattr(base, name).__func__ is getattr(type(base), name)
+
+
+def test_restore_gives_the_stock_methods_and_bits_back(model_type: str, stock: Any) -> None:
+    model = whole_model(model_type)
+    inputs = pixel_inputs(stock)
+    expected = features(model, inputs)
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    implementation = model.config.vision_config._attn_implementation
+    handle = accelerate(model, CONFIG)
+    features(model, inputs)
+    handle.restore()
+    assert_stock(model)
+    assert_same_output(features(model, inputs), expected)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert model.config.vision_config._attn_implementation == implementation
+    assert num_replays(handle) == 1, "the report outlives the graphs"
+
+
+def test_after_restore_the_model_can_be_copied_pickled_and_saved(model_type: str, stock: Any, tmp_path: Path) -> None:
+    model = whole_model(model_type)
+    inputs = pixel_inputs(stock)
+    expected = features(stock, inputs)
+    with accelerate(model, CONFIG):
+        features(model, inputs)
+    assert_same_output(features(copy.deepcopy(model), inputs), expected)
+    assert_same_output(features(pickle.loads(pickle.dumps(model)), inputs), expected)
+    model.save_pretrained(tmp_path)
+    assert_same_output(features(AutoModelForImageTextToText.from_pretrained(tmp_path).eval(), inputs), expected)
+
+
+def test_meanwhile_the_model_can_be_saved(model_type: str, stock: Any, tmp_path: Path) -> None:
+    model = whole_model(model_type)
+    with accelerate(model, CONFIG):
+        model.save_pretrained(tmp_path)
+    saved = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    assert_same_output(features(saved, pixel_inputs(stock)), features(stock, pixel_inputs(stock)))
+
+
+def test_a_deep_copy_taken_meanwhile_never_answers_with_the_originals_weights(model_type: str, stock: Any) -> None:
+    """Copies are taken for moving averages and as references; then their weights go other ways."""
+    model = whole_model(model_type)
+    inputs = pixel_inputs(stock)
+    with accelerate(model, CONFIG):
+        other = copy.deepcopy(model)
+        random_weights_(other.model, adapter_for(other).parts, seed=1)
+        expected = whole_model(model_type)
+        random_weights_(expected.model, adapter_for(expected).parts, seed=1)
+        assert_close(rows_of(features(other, inputs)), rows_of(features(expected, inputs)))
+
+
+def test_restoring_again_does_nothing_not_even_to_a_later_handle(model_type: str, stock: Any) -> None:
+    model = whole_model(model_type)
+    first = accelerate(model, CONFIG)
+    first.restore()
+    first.restore()
+    assert_stock(model)
+    with accelerate(model, CONFIG) as second:
+        first.restore()
+        inputs = pixel_inputs(stock)
+        assert_close(rows_of(features(model, inputs)), rows_of(features(stock, inputs)))
+        assert num_replays(second) == 1
+    assert_stock(model)
+
+
+def test_accelerating_twice_is_an_error_and_the_first_handle_works_on(model_type: str, stock: Any) -> None:
+    model = whole_model(model_type)
+    with accelerate(model, CONFIG) as handle:
+        for again in (model, model.model):
+            with pytest.raises(OnereplayError, match=r"accelerated already; call restore\(\) on the first handle"):
+                accelerate(again, CONFIG)
+        inputs = pixel_inputs(stock)
+        assert_close(rows_of(features(model, inputs)), rows_of(features(stock, inputs)))
+        assert num_replays(handle) == 1
+    assert_stock(model)
+
+
+def test_an_exception_inside_the_block_restores(model_type: str, stock: Any) -> None:
+    model = whole_model(model_type)
+
+    def fail_inside() -> None:
+        with accelerate(model, CONFIG):
+            features(model, {"nonsense": torch.zeros(1)})
+
+    with pytest.raises(TypeError):
+        fail_inside()
+    assert_stock(model)
+    inputs = pixel_inputs(stock)
+    assert_same_output(features(model, inputs), features(stock, inputs))
+
+
+def test_an_exception_inside_a_call_leaves_the_handle_working(model_type: str, stock: Any) -> None:
+    model = whole_model(model_type)
+    inputs = pixel_inputs(stock)
+    with accelerate(model, CONFIG) as handle:
+        with pytest.raises(InputError):
+            features(model, {**inputs, "pixel_values": inputs["pixel_values"][..., :-1, :-1]})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(handle.adapter, "assemble", lambda rows, batch: (_ for _ in ()).throw(KeyError("x")))
+            with pytest.raises(KeyError):
+                features(model, inputs)
+        assert_close(rows_of(features(model, inputs)), rows_of(features(stock, inputs)))
+    assert_stock(model)
+
+
+def test_a_method_that_the_user_put_on_the_model_is_given_back(model_type: str) -> None:
+    model = whole_model(model_type)
+    stock_method = model.model.get_image_features
+
+    @functools.wraps(stock_method)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        return stock_method(*args, **kwargs)
+
+    model.model.get_image_features = counted
+    with accelerate(model, CONFIG):
+        pass
+    assert vars(model.model).get("get_image_features") is counted
+
+
+def test_refused_options_leave_the_model_as_it_was(model_type: str) -> None:
+    model = whole_model(model_type)
+    bad: list[Callable[[], Any]] = [
+        lambda: accelerate(model, EncoderCudaGraphConfig(backend="cuda")),
+        lambda: accelerate(model, EncoderCudaGraphConfig(attention="fa2")),
+    ]
+    for call in bad:
+        with pytest.raises(ConfigError, match="needs a CUDA device"):
+            call()
+    assert_stock(model)
+
+
+def test_a_model_of_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no adapter for model type 'Linear'"):
+        accelerate(torch.nn.Linear(1, 1))
+
+
+# ------------------------------------------------------------------ two models
+
+
+def test_two_models_at_once_each_answer_with_their_own_weights(model_type: str, stock: Any) -> None:
+    first, second = whole_model(model_type), whole_model(model_type, seed=1)
+    inputs = pixel_inputs(stock)
+    expected = rows_of(features(second, inputs))
+    with accelerate(first, CONFIG) as one, accelerate(second, CONFIG) as two:
+        for _ in range(2):
+            assert_close(rows_of(features(first, inputs)), rows_of(features(stock, inputs)))
+            assert_close(rows_of(features(second, inputs)), expected)
+        assert (num_replays(one), num_replays(two)) == (2, 2)
+        one.restore()
+        assert_close(rows_of(features(second, inputs)), expected)
+        assert_stock(first)
+
+
+def test_the_report_prints_what_was_done(stock: Any, shared: tuple[Any, Accelerated]) -> None:
+    model, handle = shared
+    features(model, pixel_inputs(stock))
+    text = str(handle.report())
+    assert "replays (64:" in text
+    assert "captured vision: 1 budgets to 64 (traced)" in text
+
+
+def test_capturing_says_one_line(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "onereplay"), accelerate(whole_model(model_type), CONFIG):
+        lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("captured")]
+    assert len(lines) == 1
