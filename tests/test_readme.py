@@ -21,6 +21,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ import av
 import numpy as np
 import pytest
 import transformers
+from examples import accelerate_generate
 from typer.testing import CliRunner
 
-from examples import accelerate_generate
 from onereplay import checking
 from onereplay.adapters import ADAPTERS
 from onereplay.cli import app
@@ -71,7 +72,9 @@ class Block:
         return self.note.removeprefix("not run:").strip() if self.note.startswith("not run:") else ""
 
 
-FENCE = re.compile(r"(?:^<!-- (?P<note>.*?) -->\n+)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(
+    r"(?:^<!-- (?P<note>.*?) -->\n+)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def blocks(page: Path) -> list[Block]:
@@ -86,7 +89,7 @@ def blocks(page: Path) -> list[Block]:
 BLOCKS = blocks(README)
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 SHELL = [block for block in BLOCKS if block.language == "sh"]
-FOLLOWED_BY = {first: second for first, second in zip(BLOCKS, BLOCKS[1:], strict=False) if second.note == "output"}
+FOLLOWED_BY = {first: second for first, second in pairwise(BLOCKS) if second.note == "output"}
 
 
 def by_place(block: Block) -> str:

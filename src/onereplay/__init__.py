@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onereplay.accelerate import Accelerated, accelerate
+    from onereplay.acceleration import Accelerated, accelerate
     from onereplay.config import EncoderCudaGraphConfig, load_config
     from onereplay.core.manager import EncoderCudaGraphManager
     from onereplay.core.protocol import SupportsEncoderCudaGraph
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Accelerated": "onereplay.accelerate",
+    "Accelerated": "onereplay.acceleration",
     "Encoded": "onereplay.encoder",
     "Encoder": "onereplay.encoder",
     "EncoderCudaGraphConfig": "onereplay.config",
     "EncoderCudaGraphManager": "onereplay.core.manager",
     "SupportsEncoderCudaGraph": "onereplay.core.protocol",
     "VideoOptions": "onereplay.encoder",
-    "accelerate": "onereplay.accelerate",
+    "accelerate": "onereplay.acceleration",
     "load_config": "onereplay.config",
 }
 

@@ -167,7 +167,8 @@ class Encoder:
         revision: str | None = None,
     ) -> None:
         config = config or EncoderCudaGraphConfig()
-        check_options(adapter_for(model), config, adapter_for(model).device)
+        plain = adapter_for(model)
+        check_options(plain, config, plain.device, plain.dtype)
         self.adapter = adapter_for(model, config)
         self.preprocessor = Preprocessor(self.adapter, processor, revision)
         self.manager: EncoderCudaGraphManager[Any] = EncoderCudaGraphManager(self.adapter, config)
@@ -207,7 +208,7 @@ class Encoder:
         model_config = loading.load_config(source, revision=revision)
         found = adapter_class(model_config.model_type)
         device, dtype = _placement(device, dtype)
-        check_options(found(model_config), config, device)
+        check_options(found(model_config), config, device, dtype)
         model = loading.load_vision_model(source, device=device, dtype=dtype, parts=found.parts, revision=revision)
         return cls(model, config, processor=os.fspath(source), revision=revision)
 
@@ -235,7 +236,7 @@ class Encoder:
         model_config = presets.hf_config(preset)
         found = adapter_class(preset.model_type)
         device, dtype = _placement(device, dtype)
-        check_options(found(model_config), config, device)
+        check_options(found(model_config), config, device, dtype)
         model = loading.vision_model(model_config, device=device, dtype=dtype, parts=found.parts)
         loading.random_weights_(model, found.parts, seed)
         return cls(model, config, processor=preset.processor)
@@ -401,11 +402,13 @@ def planner(
     return Preprocessor(adapter, processor, revision), capacities
 
 
-def check_options(adapter: Adapter[Any], config: EncoderCudaGraphConfig, device: torch.device) -> None:
+def check_options(
+    adapter: Adapter[Any], config: EncoderCudaGraphConfig, device: torch.device, dtype: torch.dtype
+) -> None:
     """Refuse options that do not fit the model or the device, before a weight is loaded.
 
     Raises:
-        ConfigError: a cap below one item, or a back end that the device does not have.
+        ConfigError: a cap below one item, a back end that the device does not have, or a dtype that it cannot take.
         MissingDependencyError: an attention back end that is not installed.
     """
     for path in adapter.paths():
@@ -413,6 +416,11 @@ def check_options(adapter: Adapter[Any], config: EncoderCudaGraphConfig, device:
     backend_name(config.backend, device)
     resolve_backend(config.attention, device, 1)
     choose(config.optimize, device, config.backend)
+    if device.type == "cuda" and dtype == torch.float32 and adapter.engine == "packed":
+        raise ConfigError(
+            f"dtype=float32: {adapter.model_type} runs variable-length attention, which FlashAttention has for float16 "
+            f"and bfloat16 alone; use one of them, or device='cpu'"
+        )
 
 
 def _placement(device: str | torch.device | None, dtype: torch.dtype | None) -> tuple[torch.device, torch.dtype]:

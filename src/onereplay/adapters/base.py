@@ -4,8 +4,10 @@ An adapter is made from a model's configuration alone or with its modules. The c
 plans and capacities, so those answer before any weight is loaded; `forward` needs the modules.
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar, Generic
 
 import torch
@@ -45,8 +47,12 @@ class Adapter(ABC, Generic[BatchT]):
         self.config = config
         self.attention = attention
         self._model = model
-        roots = [getattr(model, part) for part in self.parts] if model is not None else []
-        self.rewritten = Rewritten(roots, optimize, self.blocks() if model is not None else ())
+        self.own: Any = SimpleNamespace()
+        """The vision modules that `forward` runs, by the names in `parts`: copies of the model's that share its
+        weights. What is changed in them (attention, rewrites) does not reach the user's modules, whatever thread calls those."""
+        if model is not None:
+            self.own = SimpleNamespace(**{part: share_weights(getattr(model, part)) for part in self.parts})
+        self.rewritten = Rewritten(vars(self.own).values(), optimize, self.blocks() if model is not None else ())
 
     def blocks(self) -> Iterable[nn.Module]:
         """The blocks that `compiled_blocks` compiles; none where compiling them gains nothing."""
@@ -129,6 +135,20 @@ class Adapter(ABC, Generic[BatchT]):
     @abstractmethod
     def assemble(self, rows: Mapping[str, Sequence[Tensor]], batch: BatchT) -> list[Tensor]:
         """One tensor an item."""
+
+
+def share_weights(module: nn.Module) -> nn.Module:
+    """A copy of a module and all below it with the same parameter and buffer objects, and without forward hooks.
+
+    Hooks are left out because a replay would not run them, and because those that transformers installs to collect
+    hidden states keep `torch.compile` from whole blocks.
+    """
+    shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    copied = copy.deepcopy(module, shared)
+    for part in copied.modules():
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    return copied
 
 
 def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:

@@ -79,16 +79,16 @@ class InternVL(TileAdapter):
 
     def blocks(self) -> Iterable[nn.Module]:
         """Every layer of the tower."""
-        return self.model.vision_tower.encoder.layer  # type: ignore[no-any-return]
+        return self.own.vision_tower.encoder.layer  # type: ignore[no-any-return]
 
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """Tower, pixel shuffle, projector: `(tiles * tile_tokens, hidden)`.
 
         `auto` attention keeps the tower's own, a named one replaces it.
         """
-        tower = self.model.vision_tower
+        tower = self.own.vision_tower
         attention = nullcontext() if self.attention == "auto" else use_varlen(tower.config, self.attention, tiles=True)
-        with attention, self.rewritten:
+        with attention:
             rows = tower(
                 pixel_values=buffers.pixels, output_hidden_states=False, output_attentions=False, return_dict=True
             ).last_hidden_state[:, 1:]
@@ -96,7 +96,7 @@ class InternVL(TileAdapter):
             side = math.isqrt(patches)
             square = rows.reshape(tiles, side, side, width)
             merged = self.model.pixel_shuffle(square, scale_factor=self.config.downsample_ratio)
-            features: Tensor = self.model.multi_modal_projector(merged.flatten(1, 2))
+            features: Tensor = self.own.multi_modal_projector(merged.flatten(1, 2))
         return (features.flatten(0, 1),)
 
     def stock_output(self, features: Sequence[Tensor]) -> Any:

@@ -136,16 +136,16 @@ class Lfm2VL(PackedAdapter):
 
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """Embed, run the layers with the offsets in place of a mask, gather units, project: `(tokens, hidden)`."""
-        tower = self.model.vision_tower
+        tower = self.own.vision_tower
         hidden = tower.embeddings.patch_embedding(buffers.pixels) + self._positions(buffers.places)
         hidden = hidden.unsqueeze(0)
-        with use_varlen(tower.config, self.attention, bounds["cu_seqlens"]), self.rewritten:
+        with use_varlen(tower.config, self.attention, bounds["cu_seqlens"]):
             for layer in tower.encoder.layers:
                 hidden = layer(hidden, buffers.cu_seqlens)
         hidden = tower.post_layernorm(hidden).squeeze(0)
         m = self.merge
         strip = buffers.merge_gather.view(-1, m, m).transpose(0, 1).reshape(m, -1)
-        return (self.model.multi_modal_projector(hidden[strip].unsqueeze(0)).view(-1, self.hidden_size),)
+        return (self.own.multi_modal_projector(hidden[strip].unsqueeze(0)).view(-1, self.hidden_size),)
 
     def stock_output(self, features: Sequence[Tensor]) -> Any:
         """`pooler_output` is a list, one tensor a tile."""
@@ -157,7 +157,7 @@ class Lfm2VL(PackedAdapter):
         The weights of `interpolate(mode="bilinear", antialias=True, align_corners=False)` along each axis, in fp32: a
         triangle of half-width `max(1, table side / tile side)` around the patch's centre.
         """
-        embeddings = self.model.vision_tower.embeddings
+        embeddings = self.own.vision_tower.embeddings
         table, side = embeddings.position_embedding.weight, embeddings.position_embedding_size
         place, sides = places.float().view(-1, 2, 2).unbind(1)
         scale = side / sides.clamp(min=1)

@@ -152,12 +152,12 @@ class Qwen25VL(PackedAdapter):
 
     def blocks(self) -> Iterable[nn.Module]:
         """All 32."""
-        return self.model.visual.blocks  # type: ignore[no-any-return]
+        return self.own.visual.blocks  # type: ignore[no-any-return]
 
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """The tower's own forward: `(tokens, hidden)`."""
-        tower = self.model.visual
-        with use_varlen(tower.config, self.attention), self.rewritten:
+        tower = self.own.visual
+        with use_varlen(tower.config, self.attention):
             output = tower(
                 buffers.pixels,
                 grid_thw=_UNUSED_GRID,

@@ -55,8 +55,10 @@ def _resolve_cuda(name: str, device: torch.device, max_seqlen: int) -> str:
         raise MissingDependencyError("attention='fa4' needs FlashAttention 4: pip install \"onereplay[gpu]\"")
     if name == "fa4" and not _fa4_runs_on(device):
         raise ConfigError(f"attention='fa4' needs compute capability 9.0 or newer, {device} is older; use auto or fa2")
-    if name != "auto":
+    if name in BACKENDS:
         return name
+    if name != "auto":
+        raise ConfigError(f"attention={name!r} is unknown; use auto, {', '.join(BACKENDS)}")
     use_fa4 = max_seqlen >= FA4_MIN_SEQLEN and fa4_installed() and _fa4_runs_on(device)
     return _log_choice("fa4" if use_fa4 else "fa2", max_seqlen >= FA4_MIN_SEQLEN)
 

@@ -117,6 +117,9 @@ class Packed:
         """
         for part in declarations:
             if isinstance(part, Staged):
+                shapes = {tuple(source.shape[1:]) for source in self.staged[part.name]}
+                if shapes - {part.shape}:
+                    raise CapacityError(f"{part.name!r} brings rows of {sorted(shapes)}, {part.shape} is declared")
                 rows = sum(len(source) for source in self.staged[part.name])
                 announced = sum(getattr(size, part.unit) for size in self.sizes)
                 if rows != announced:
@@ -125,7 +128,9 @@ class Packed:
     def as_they_come(self, declarations: Sequence[Declaration]) -> tuple[Declaration, ...]:
         """The declarations for an eager forward, which takes staged rows of any trailing shape."""
         return tuple(
-            replace(part, shape=tuple(self.staged[part.name][0].shape[1:])) if isinstance(part, Staged) else part
+            replace(part, shape=tuple(self.staged[part.name][0].shape[1:]))
+            if isinstance(part, Staged) and self.staged[part.name]
+            else part
             for part in declarations
         )
 
@@ -262,6 +267,8 @@ class Layout:
     def _fill_rows(self, rows: Rows, view: Array, packed: Packed) -> None:
         arrays = [piece[rows.name] for piece in packed.pieces]
         counts = [len(array) for array in arrays]
+        if counts != [getattr(size, rows.unit) for size in packed.sizes]:
+            raise CapacityError(f"{rows.name!r} has {counts} rows, the items announce other numbers of {rows.unit}")
         total = sum(counts)
         self._check(rows.name, total, len(view))
         if arrays:
@@ -278,6 +285,8 @@ class Layout:
         lengths = np.concatenate([piece[offsets.name] for piece in packed.pieces] or [np.zeros(0, np.int64)])
         covered = int(lengths.sum())
         self._check(offsets.name, covered, self.capacity.patches)
+        if covered != sum(size.patches for size in packed.sizes):
+            raise CapacityError(f"{offsets.name!r} covers {covered} patches, the items announce another number")
         self._check(f"{offsets.name} (the longest sequence)", int(lengths.max(initial=0)), self.bounds()[offsets.name])
         if self.padded:
             lengths = np.concatenate([lengths, _dummies(self.capacity.patches - covered, offsets.longest_dummy)])

@@ -97,7 +97,7 @@ class CudaGraphs:
         """Warm up outside the capture (library handles, workspaces, compiled kernels), then record."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            # Under a dispatch mode PyTorch would give up compiling these functions for good, so the guarded run is eager.
+            # Under a dispatch mode PyTorch gives up compiling these functions for good, so the guarded run is eager.
             with torch.compiler.set_stance("force_eager"), CaptureGuard():
                 forward(*inputs)
             forward(*inputs)

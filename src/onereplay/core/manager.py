@@ -114,6 +114,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         self._order = _StreamOrder(self.device)
         self._closed = False
         self._seconds = 0.0
+        self._weight_address: int | None = None
 
     @property
     def capacities(self) -> dict[str, tuple[Capacity, ...]]:
@@ -157,6 +158,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
                 for path, capacity in _progress(steps, "capturing"):
                     self._try_capture(path, capacity)
         self._seconds = time.perf_counter() - start
+        self._weight_address = self.adapter.weight.data_ptr()
         self._note_capture()
         logger.info("%s", self._stats.capture)
 
@@ -171,6 +173,14 @@ class EncoderCudaGraphManager(Generic[BatchT]):
             pool_bytes=self._backend.pool_bytes(),
             pinned_bytes=sum(path.staging.pinned_bytes() for path in self._paths.values()),
         )
+
+    def _assert_weights_in_place(self) -> None:
+        """A graph reads its weights where they were at capture."""
+        if self._weight_address not in (None, self.adapter.weight.data_ptr()):
+            raise ClosedError(
+                "the model's weights were moved after capture (.to(), .half(), new parameters); close this encoder and "
+                "make a new one"
+            )
 
     def _try_capture(self, path: str, capacity: Capacity) -> None:
         """Capture one budget, or drop it with a warning."""
@@ -213,12 +223,13 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         """One tensor an item, in the batch's order, that the caller owns: `(tokens, hidden)` in the model's dtype.
 
         Raises:
-            ClosedError: the manager was closed.
+            ClosedError: the manager was closed, or the weights were moved after capture.
         """
         if not batch.items:
             return []
         with self._lock, self._device_work():
             self._assert_open()
+            self._assert_weights_in_place()
             steps = self._ready_plan(batch)
             rows = {path: self._run(path, steps, batch) for path in steps.steps}
             self._stats.count(steps, len(batch.items))

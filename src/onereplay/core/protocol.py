@@ -43,6 +43,11 @@ class SupportsEncoderCudaGraph(Protocol[_BatchT]):
         ...
 
     @property
+    def weight(self) -> Tensor:
+        """One of the weights; a replay is refused once it lies elsewhere than at capture."""
+        ...
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type of pixels and outputs."""
         ...

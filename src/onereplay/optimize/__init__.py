@@ -1,10 +1,8 @@
 """Exact rewrites of a tower's modules, one a file: the same result up to rounding, from faster kernels.
 
 A rewrite looks through the vision modules and gives, for each module that it knows better, a replacement of `forward`.
-`Rewritten` puts the replacements in place for the length of a `with` block: the adapter's own forward (captured or
-eager) runs them, and a call of the stock model runs the stock code. Forward hooks are off inside the block: a replay
-would not run them, and those that transformers installs to collect hidden states keep `torch.compile` from whole
-blocks.
+`Rewritten` puts the replacements in place. An adapter does that in its own copies of the modules, which share the
+weights: a call of the stock model runs the stock code.
 
 | name | what it replaces |
 |---|---|
@@ -13,10 +11,8 @@ blocks.
 | `compiled_blocks` | a block: `torch.compile`, once for all budgets; CUDA graphs only |
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,10 +41,10 @@ def choose(names: Sequence[str] | None, device: torch.device, backend: str) -> t
 
 
 class Rewritten:
-    """Replacements of `forward` for the modules below some roots; a reusable context manager.
+    """Replacements of `forward` for the modules below some roots, in place from here on.
 
     Args:
-        roots: the vision modules.
+        roots: an adapter's own copies of the vision modules.
         names: which rewrites.
         blocks: the modules that `compiled_blocks` compiles.
     """
@@ -57,34 +53,23 @@ class Rewritten:
         self._roots = list(roots)
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         modules = [module for root in self._roots for module in root.modules()]
-        self._modules, self._hooks = modules, dict[nn.Module, Any]()
         if "patch_embedding" in names:
-            self.forwards |= patch_embedding(modules)
+            self._replace(patch_embedding(modules))
         if "aligned_mlp" in names:
-            self.forwards |= aligned_mlp(modules)
+            self._replace(aligned_mlp(modules))
         if "compiled_blocks" in names:
-            self.forwards |= compiled_blocks(blocks)
+            self._replace(compiled_blocks(blocks))
 
-    def __enter__(self) -> Self:
-        for module, forward in self.forwards.items():
+    def _replace(self, forwards: Forwards) -> None:
+        for module, forward in forwards.items():
             module.__dict__["forward"] = forward
-        for module in self._modules:
-            if module._forward_hooks:
-                self._hooks[module] = module._forward_hooks
-                module._forward_hooks = OrderedDict()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for module in self.forwards:
-            module.__dict__.pop("forward", None)
-        while self._hooks:
-            module, hooks = self._hooks.popitem()
-            module._forward_hooks = hooks
+        self.forwards |= forwards
 
     def restore(self) -> None:
-        """Give the weights the storage that they had in kind: dense, of their own. Values never changed."""
+        """Give the modules their own `forward`, and the weights the storage that they had in kind: dense, of their own.
+        Values never changed."""
+        for module in self.forwards:
+            module.__dict__.pop("forward", None)
         for root in self._roots:
             unalign(root.modules())
         self.forwards = {}

@@ -30,7 +30,7 @@ class Accelerated:
 
     def __init__(self, model: Any, config: EncoderCudaGraphConfig) -> None:
         plain = adapter_for(model)
-        check_options(plain, config, plain.device)
+        check_options(plain, config, plain.device, plain.dtype)
         self._base = plain.model
         if _MARK in vars(self._base):
             raise OnereplayError("this model is accelerated already; call restore() on the first handle")
