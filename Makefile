@@ -33,9 +33,11 @@ help:
 install: $(READY)
 
 $(READY): pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "$(PYTHON) is too old or absent: Python 3.11 or newer is needed, say make PYTHON=python3.12"; exit 1; }
-	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
+	@test -x $(RUN) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is absent or too old: Python 3.11 or newer is needed, say make PYTHON=python3.12"; exit 1; }
+	@test -x $(RUN) || $(PYTHON) -m venv $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(RUN) -m ensurepip >/dev/null || \
+		{ echo "$(VENV) has no pip: install your system's python3-venv, remove $(VENV), try again"; exit 1; }
 	@$(RUN) -c 'import torch' >/dev/null 2>&1 || $(RUN) -m pip install "torch==$(TORCH)"
 	@echo "installing onereplay and its tools into $(VENV)"
 	@$(RUN) -m pip install --quiet --editable ".[dev]"

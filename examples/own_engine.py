@@ -41,6 +41,7 @@ class ToyAdapter:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         generator = torch.Generator().manual_seed(0)
         self.weight = (torch.randn(PATCH, 3 * WIDTH, generator=generator) / PATCH**0.5).to(device, self.dtype)
+        self.weights = [self.weight]
 
     def batch(self, patches: Sequence[Tensor]) -> Pictures:
         """Sizes are known on the host: nothing is read from the device."""

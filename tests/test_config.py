@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,13 @@ def test_a_bad_value_is_refused_from_environment_and_flag_alike(name: str, text:
 def test_an_unknown_option_is_refused_from_every_entry_point_with_the_known_ones(tmp_path: Path) -> None:
     file = tmp_path / "options.toml"
     file.write_text("max_budget = 64\n")
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: EncoderCudaGraphConfig.from_mapping({"max_budget": 64}),
         lambda: load_config(file=file, environment={}),
         lambda: load_config(environment={"ONEREPLAY_MAX_BUDGET": "64"}),
         lambda: load_config(environment={}, flags={"max_budget": 64}),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(ConfigError, match=r"unknown option max_budget in .*max_token_budget"):
             call()
 

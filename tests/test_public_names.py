@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("adapters", "loading", "media", "presets"),
     ("preprocess",),
     ("encoder",),
-    ("accelerate", "checking"),
+    ("acceleration", "checking"),
     ("cli", "offline", "server"),
 )
 """Lowest first. A module imports from its own layer and from those below."""

@@ -307,7 +307,11 @@ def test_the_command_of_make_demo_runs_twice(directory: Path, monkeypatch: pytes
 def test_every_target_that_is_named_somewhere_exists() -> None:
     named = set()
     for page in ("README.md", "CONTRIBUTING.md", ".pre-commit-config.yaml", "Makefile"):
-        named |= set(re.findall(r"\bmake ([a-z][a-z-]*)", (ROOT / page).read_text(encoding="utf-8")))
+        named |= set(
+            re.findall(
+                r"(?:^|[`\"]|entry: )make ([a-z][a-z-]+)", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
+            )
+        )
     named |= set(re.findall(r"^step ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE))
     assert {"demo", "test", "check", "format", "bench", "install"} <= named
     subprocess.run(["make", "-n", *sorted(named)], cwd=ROOT, capture_output=True, check=True)

@@ -9,9 +9,9 @@ attentions, tuples, another feature layer, metadata of the caller's own) or that
 counted with that reason, and the first is logged.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
+from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -37,30 +37,42 @@ class Accelerated:
         self.adapter = adapter_for(model, config)
         self.manager: EncoderCudaGraphManager[Any] = EncoderCudaGraphManager(self.adapter, config)
         self.manager.capture()
+        self._before = {name: vars(self._base).get(name) for name in self.adapter.entry_points}
+        """The model's own instance attributes of those names, if it had any."""
         for name, parameters in self.adapter.entry_points.items():
-            setattr(self._base, name, self._replacement(getattr(self._base, name), parameters))
+            setattr(self._base, name, self._replacement(name, parameters))
         setattr(self._base, _MARK, True)
+        self._restored = False
 
-    def _replacement(self, stock: Callable[..., Any], parameters: tuple[str, ...]) -> Callable[..., Any]:
+    def _replacement(self, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+        """A method of the model in place of the stock one. A copy of the model has it too, and then goes to its own."""
+        stock = getattr(self._base, name)
         signature = inspect.signature(stock)
 
-        @functools.wraps(stock)
-        def features(*args: Any, **kwargs: Any) -> Any:
+        def features(base: Any, *args: Any, **kwargs: Any) -> Any:
+            if base is not self._base:
+                return getattr(type(base), name)(base, *args, **kwargs)
             given = dict(signature.bind(*args, **kwargs).arguments)
             others = {**given.pop("kwargs", {}), **{k: v for k, v in given.items() if k not in parameters}}
-            why = self._needs_stock(others)
+            why = self._needs_stock(given.get(parameters[0]), others)
             if why:
                 self.manager.count_outside(Reason.UNSUPPORTED_INPUT, why)
                 return stock(*args, **kwargs)
             batch = self.adapter.batch(**{name: given[name] for name in parameters if name in given})
             return self.adapter.stock_output(self.manager.encode(batch))
 
-        return features
+        features.__name__, features.__doc__ = name, stock.__doc__
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        # `generate` reads it to tell which inputs the method takes.
+        features.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+        return MethodType(features, self._base)
 
-    def _needs_stock(self, others: Mapping[str, Any]) -> str:
+    def _needs_stock(self, pixels: Any, others: Mapping[str, Any]) -> str:
         """Why a call cannot be served by features alone; empty if it can."""
-        if self._base.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._base.training:
             return "the model is in training mode"
+        if torch.is_grad_enabled() and getattr(pixels, "requires_grad", False):
+            return "a gradient of the pixels is wanted"
         config = self.adapter.config
         plain: dict[str, Any] = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
@@ -78,8 +90,13 @@ class Accelerated:
 
     def restore(self) -> None:
         """Give the model its stock methods back, and the graphs' memory to the device. Again: nothing."""
-        for name in (*self.adapter.entry_points, _MARK):
+        if self._restored:
+            return
+        self._restored = True
+        for name, before in {**self._before, _MARK: None}.items():
             vars(self._base).pop(name, None)
+            if before is not None:
+                vars(self._base)[name] = before
         self.manager.close()
         self.adapter.rewritten.restore()
 

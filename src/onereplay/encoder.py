@@ -209,7 +209,8 @@ class Encoder:
         found = adapter_class(model_config.model_type)
         device, dtype = _placement(device, dtype)
         check_options(found(model_config), config, device, dtype)
-        model = loading.load_vision_model(source, device=device, dtype=dtype, parts=found.parts, revision=revision)
+        with torch.inference_mode(False):
+            model = loading.load_vision_model(source, device=device, dtype=dtype, parts=found.parts, revision=revision)
         return cls(model, config, processor=os.fspath(source), revision=revision)
 
     @classmethod
@@ -237,8 +238,9 @@ class Encoder:
         found = adapter_class(preset.model_type)
         device, dtype = _placement(device, dtype)
         check_options(found(model_config), config, device, dtype)
-        model = loading.vision_model(model_config, device=device, dtype=dtype, parts=found.parts)
-        loading.random_weights_(model, found.parts, seed)
+        with torch.inference_mode(False):
+            model = loading.vision_model(model_config, device=device, dtype=dtype, parts=found.parts)
+            loading.random_weights_(model, found.parts, seed)
         return cls(model, config, processor=preset.processor)
 
     # ------------------------------------------------------------------ encode
@@ -439,6 +441,6 @@ def _item_of(entry: tuple[int, Source, Any]) -> Item | None:
 
 def _listed(sources: Sequence[Source]) -> Sequence[Source]:
     """The sources, if they are a list of them and not one."""
-    if isinstance(sources, str | bytes | Path) or not isinstance(sources, Sequence):
+    if isinstance(sources, str | bytes | bytearray | memoryview | Path) or not isinstance(sources, Sequence):
         raise InputError(f"encode takes a list of images and videos, got {media.describe(sources)}; put it in a list")
     return sources

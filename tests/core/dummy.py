@@ -96,6 +96,7 @@ class DummyAdapter:
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self.weight = torch.randn(WIDTH, WIDTH, generator=generator).to(self.dtype).requires_grad_()
+        self.weights = [self.weight]
 
     def paths(self) -> Mapping[str, PathSpec]:
         return {name: PathSpec(DECLARATIONS, OUTPUTS) for name in self.names}

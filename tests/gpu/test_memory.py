@@ -33,7 +33,6 @@ def test_static_buffers_stay_at_their_addresses_over_200_batches(model_type: str
     with made(model_type, 64, 128) as encoder:
         before = addresses(encoder)
         assert before
-        assert all(before)
         batches = [inputs_of(encoder, tokens, seed) for tokens in (64, 100, 128, 132) for seed in (0, 1)]
         for turn in range(200):
             encoder.encode_inputs(**batches[turn % len(batches)])

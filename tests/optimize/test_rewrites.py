@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from onereplay import Encoder, EncoderCudaGraphConfig, accelerate
 from onereplay.adapters import adapter_class
+from onereplay.adapters.base import share_weights
 from onereplay.checking import FP32_TOLERANCE, layouts, plain_features
 from onereplay.config import REWRITES
 from onereplay.core.manager import EncoderCudaGraphManager
@@ -170,3 +171,19 @@ def test_compiled_blocks_without_cuda_graphs_are_refused(device: torch.device, b
 def test_modules_of_other_kinds_are_left_alone() -> None:
     other = nn.Sequential(nn.Linear(3, 3), nn.Conv2d(3, 3, 3))
     assert not Rewritten([other], ["patch_embedding", "aligned_mlp"]).forwards
+
+
+def test_encoders_of_one_model_share_padded_weights_until_the_last_gives_them_back() -> None:
+    """A second padding would leave the first encoder's graph with weights of its own; a first restore would free the
+    second's."""
+    model = model_of("qwen2_5_vl", intermediate_size=100)
+    mlp = model.visual.blocks[0].mlp
+    dense = mlp.down_proj.weight.data_ptr()
+    first, second = (Rewritten([share_weights(model.visual)], ["aligned_mlp"]) for _ in range(2))
+    padded = mlp.down_proj.weight.data_ptr()
+    biases = [parameter.data_ptr() for parameter in model.visual.parameters() if parameter.ndim == 1]
+    first.restore()
+    assert mlp.down_proj.weight.data_ptr() == padded != dense
+    assert biases == [parameter.data_ptr() for parameter in model.visual.parameters() if parameter.ndim == 1]
+    second.restore()
+    assert mlp.down_proj.weight.is_contiguous()

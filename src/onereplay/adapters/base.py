@@ -7,6 +7,7 @@ plans and capacities, so those answer before any weight is loaded; `forward` nee
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, ClassVar, Generic
 
@@ -49,8 +50,17 @@ class Adapter(ABC, Generic[BatchT]):
         self._model = model
         self.own: Any = SimpleNamespace()
         """The vision modules that `forward` runs, by the names in `parts`: copies of the model's that share its
-        weights. What is changed in them (attention, rewrites) does not reach the user's modules, whatever thread calls those."""
+        weights. What is changed in them (attention, rewrites) does not reach the user's modules, whatever thread runs
+        those."""
+        self._weights: list[tuple[dict[str, Any], str]] = []
         if model is not None:
+            self._weights = [
+                (module._parameters, name)
+                for part in self.parts
+                for module in getattr(model, part).modules()
+                for name, weight in module._parameters.items()
+                if weight is not None
+            ]
             self.own = SimpleNamespace(**{part: share_weights(getattr(model, part)) for part in self.parts})
         self.rewritten = Rewritten(vars(self.own).values(), optimize, self.blocks() if model is not None else ())
 
@@ -68,11 +78,14 @@ class Adapter(ABC, Generic[BatchT]):
         return self._model
 
     @property
+    def weights(self) -> Sequence[Tensor]:
+        """All weights of the user's vision modules, as they are now."""
+        return [parameters[name] for parameters, name in self._weights]
+
+    @cached_property
     def weight(self) -> Tensor:
-        """The first floating-point weight of the vision modules: it says where they are and in which dtype."""
-        modules = (getattr(self.model, part) for part in self.parts)
-        found: Tensor = next(p for module in modules for p in module.parameters() if p.is_floating_point())
-        return found
+        """The first floating-point weight: it says where the modules are and in which dtype."""
+        return next(weight for weight in self.weights if weight.is_floating_point())
 
     @property
     def device(self) -> torch.device:

@@ -8,8 +8,11 @@
 Both refuse what cannot be captured, before they capture: `CaptureGuard` names the operation and the line.
 """
 
+import contextlib
 import functools
+import gc
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,8 +93,9 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool: Any = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._pools: list[Any] = [torch.cuda.graph_pool_handle()]
+        """One, unless a capture broke; the last is in use."""
+        self._stream = _side_stream(device)
 
     def capture(self, forward: Forward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
         """Warm up outside the capture (library handles, workspaces, compiled kernels), then record."""
@@ -101,23 +105,59 @@ class CudaGraphs:
             with torch.compiler.set_stance("force_eager"), CaptureGuard():
                 forward(*inputs)
             forward(*inputs)
-        self._stream.synchronize()
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
+            try:
                 _copy_results(forward(*inputs), outputs)
-        finally:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            except BaseException:
+                self._abandon(graph)
+                raise
+            self._finish(graph)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return graph
+
+    def _finish(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._leave_pool()
+            raise
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that failed, so that the next one finds stream and pool as it expects them."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the graph is empty, say
+            try:
+                graph.capture_end()
+            except RuntimeError:
+                self._leave_pool()
+
+    def _leave_pool(self) -> None:
+        """Go on in a new pool. PyTorch up to 2.12 leaves a pool recording when a forbidden call broke the capture: the
+        device's allocator can be told to end that, the host's cannot."""
+        with contextlib.suppress(RuntimeError):  # newer versions have ended it
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pools[-1])
+        self._pools.append(torch.cuda.graph_pool_handle())
 
     def pool_bytes(self) -> int:
         """Bytes of the memory segments that belong to the pool."""
+        pools = {tuple(pool) for pool in self._pools}
         segments = torch.cuda.memory_snapshot()
-        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self._pool))
+        return sum(part["total_size"] for part in segments if tuple(part["segment_pool_id"]) in pools)
 
     def close(self) -> None:
         """Return the pool's memory to the device."""
         torch.cuda.empty_cache()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all captures on a device: libraries keep a workspace a stream (cuBLAS 32 MiB) for good."""
+    return torch.cuda.Stream(device)
 
 
 class TracedGraphs:

@@ -114,7 +114,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         self._order = _StreamOrder(self.device)
         self._closed = False
         self._seconds = 0.0
-        self._weight_address: int | None = None
+        self._weight_addresses: list[int] = []
 
     @property
     def capacities(self) -> dict[str, tuple[Capacity, ...]]:
@@ -158,7 +158,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
                 for path, capacity in _progress(steps, "capturing"):
                     self._try_capture(path, capacity)
         self._seconds = time.perf_counter() - start
-        self._weight_address = self.adapter.weight.data_ptr()
+        self._weight_addresses = [weight.data_ptr() for weight in self.adapter.weights]
         self._note_capture()
         logger.info("%s", self._stats.capture)
 
@@ -176,7 +176,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
 
     def _assert_weights_in_place(self) -> None:
         """A graph reads its weights where they were at capture."""
-        if self._weight_address not in (None, self.adapter.weight.data_ptr()):
+        if self._weight_addresses and self._weight_addresses != [w.data_ptr() for w in self.adapter.weights]:
             raise ClosedError(
                 "the model's weights were moved after capture (.to(), .half(), new parameters); close this encoder and "
                 "make a new one"

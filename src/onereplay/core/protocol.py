@@ -43,8 +43,8 @@ class SupportsEncoderCudaGraph(Protocol[_BatchT]):
         ...
 
     @property
-    def weight(self) -> Tensor:
-        """One of the weights; a replay is refused once it lies elsewhere than at capture."""
+    def weights(self) -> Sequence[Tensor]:
+        """All weights, as the user's model has them now; nothing runs once one lies elsewhere than at capture."""
         ...
 
     @property

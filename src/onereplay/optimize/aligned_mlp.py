@@ -5,16 +5,20 @@ H200, 20,480 rows: 1280 to 3420 at 197 TFLOP/s, 1280 to 3424 at 708. Zero rows a
 down: the added inner values are `act(0) * 0 = 0` and add nothing.
 
 The padded weights replace the storage of the module's own, which become views of them: no second copy is held, and a
-change of the weights in place reaches both. `unalign` gives the weights dense storage of their own again.
+change of the weights in place reaches both. Several encoders of one model share the padded weights; `unalign` by the
+last of them gives the weights dense storage of their own again.
 """
 
+import threading
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.weak import WeakIdKeyDictionary
 
 from onereplay.core.budgets import round_up
 
@@ -29,12 +33,12 @@ def aligned_mlp(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable[..., A
 
 
 def unalign(modules: Iterable[nn.Module]) -> None:
-    """Undo the change of storage; values stay."""
+    """Give the padded weights of these modules back; the last user gives a weight dense storage of its own again."""
     for module in modules:
         if module.__dict__.pop(_MARK, None):
             for name in _PARTS:
                 for parameter in getattr(module, name).parameters():
-                    parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
+                    _release(parameter)
 
 
 def _is_misaligned(module: Any) -> bool:
@@ -69,10 +73,38 @@ def _padded_columns(part: nn.Linear, width: int) -> Tensor:
     return _padded(part.weight, (part.out_features, width))
 
 
+@dataclass
+class _Shared:
+    """A padded tensor that a parameter is a view of, and how many aligned modules read it."""
+
+    padded: Tensor
+    users: int = 0
+
+
+_shared = WeakIdKeyDictionary()
+"""By parameter: encoders of one model share its weights, and the padded ones with them."""
+_shared_lock = threading.Lock()
+
+
 def _padded(parameter: Tensor, shape: tuple[int, ...]) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        padded = parameter.new_zeros(shape)
-        view = padded[tuple(slice(side) for side in parameter.shape)]
-        view.copy_(parameter)
-        parameter.data = view
-    return padded
+    with _shared_lock, torch.inference_mode(False), torch.no_grad():
+        shared: _Shared | None = _shared.get(parameter)
+        if shared is None or shared.padded.data_ptr() != parameter.data_ptr():
+            padded = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+            view = padded[tuple(slice(side) for side in parameter.shape)]
+            view.copy_(parameter)
+            parameter.data = view
+            shared = _shared[parameter] = _Shared(padded)
+        shared.users += 1
+        return shared.padded
+
+
+def _release(parameter: Tensor) -> None:
+    with _shared_lock:
+        shared: _Shared | None = _shared.get(parameter)
+        if shared is None:
+            return
+        shared.users -= 1
+        if not shared.users:
+            del _shared[parameter]
+            parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
