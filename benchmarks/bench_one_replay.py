@@ -13,6 +13,7 @@ to 1,024 tokens.
 """
 
 import argparse
+import copy
 import gc
 import json
 import logging
@@ -93,13 +94,13 @@ def run(options: Options, command: str) -> Result:
 
 
 def _run_preset(preset: Preset, options: Options, roofline: Roofline) -> ModelResult:
-    adapter = _build(preset, options.device, options.dtype)
+    adapter, stock = _build(preset, options)
     batches = shapes(adapter, preset, options.tokens)
     references = _references(preset, adapter, batches)
     alone_mib = _largest_alone_mib(adapter, options)
     with EncoderCudaGraphManager(adapter, options.config) as manager:
         capture = _capture_cost(manager, alone_mib)
-        ways = _Ways(adapter, manager, options)
+        ways = _Ways(adapter, stock, manager, options)
         rows = tuple(ways.row(shape, roofline, references.get(shape.name)) for shape in batches)
     result = ModelResult(
         preset=preset.name,
@@ -110,22 +111,27 @@ def _run_preset(preset: Preset, options: Options, roofline: Roofline) -> ModelRe
         capture=capture,
         rows=rows,
     )
-    del adapter, manager, ways, references
+    del adapter, stock, manager, ways, references
     _free(options.device)
     return result
 
 
-def _build(preset: Preset, device: torch.device, dtype: torch.dtype) -> Adapter[Any]:
+def _build(preset: Preset, options: Options) -> tuple[Adapter[Any], Any]:
+    """Ours, and a stock model of its own with the same weights: rewrites change how ours stores them."""
     parts = adapter_class(preset.model_type).parts
-    model = vision_model(hf_config(preset), device=device, dtype=dtype, parts=parts)
+    model = vision_model(hf_config(preset), device=options.device, dtype=options.dtype, parts=parts)
     random_weights_(model, parts)
-    return adapter_for(model)
+    stock = copy.deepcopy(model)
+    return adapter_for(model, options.config), stock
 
 
 class _Ways:
     """The three ways of one model."""
 
-    def __init__(self, adapter: Adapter[Any], manager: EncoderCudaGraphManager[Any], options: Options) -> None:
+    def __init__(
+        self, adapter: Adapter[Any], stock: Any, manager: EncoderCudaGraphManager[Any], options: Options
+    ) -> None:
+        self._stock_model = stock
         self._adapter, self._manager, self._options = adapter, manager, options
         self._uncaptured = EncoderCudaGraphManager(adapter, options.config)
 
@@ -170,7 +176,7 @@ class _Ways:
         return for_stock_method(inputs, self._options.device, self._options.dtype)
 
     def _stock(self, inputs: Inputs) -> Any:
-        return self._adapter.model.get_image_features(**inputs)
+        return self._stock_model.get_image_features(**inputs)
 
     def _encode(self, manager: EncoderCudaGraphManager[Any], inputs: Inputs) -> list[Tensor]:
         return manager.encode(self._adapter.batch(**inputs))
