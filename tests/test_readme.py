@@ -287,9 +287,16 @@ def test_the_examples_call_random_weights_random() -> None:
         assert "random weights" in example.read_text(encoding="utf-8").lower(), example.name
 
 
+def make_would_run(*targets: str) -> str:
+    """The commands of targets, one a line, whether or not these tests run inside `make test`."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    command = ["make", "--no-print-directory", "-n", *targets]
+    return subprocess.run(command, cwd=ROOT, env=clean, capture_output=True, text=True, check=True).stdout
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_command_of_make_demo_runs_twice(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = subprocess.run(["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = make_would_run("demo")
     assert "RANDOM" in shown
     program, *arguments = shlex.split(shown.splitlines()[-1])
     assert Path(program).name == "onereplay"
@@ -314,5 +321,5 @@ def test_every_target_that_is_named_somewhere_exists() -> None:
         )
     named |= set(re.findall(r"^step ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE))
     assert {"demo", "test", "check", "format", "bench", "install"} <= named
-    subprocess.run(["make", "-n", *sorted(named)], cwd=ROOT, capture_output=True, check=True)
+    assert make_would_run(*sorted(named))
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
