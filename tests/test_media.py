@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from onereplay import media
+from onereplay import fetch, media
 from onereplay.errors import ConfigError, MediaError, MissingDependencyError
 from onereplay.media import Video, classify, describe, expand_inputs, image_size, load_image, load_video, video_size
 
@@ -630,7 +630,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def open_server(server: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(media, "_is_public", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(fetch, "is_public", lambda address: address == "127.0.0.1")
     return server
 
 
@@ -706,4 +706,4 @@ def test_other_schemes_and_credentials_are_refused(url: str) -> None:
     ],
 )
 def test_only_public_addresses_are_public(address: str, public: bool) -> None:
-    assert media._is_public(address) is public
+    assert fetch.is_public(address) is public

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("core.budgets",),  # integers and errors only; the options of `config` are checked by its rules
     ("config",),
-    ("core", "geometry"),
+    ("core", "fetch", "geometry"),
     ("attention", "optimize", "models"),
     ("adapters", "loading", "media", "presets"),
     ("preprocess",),

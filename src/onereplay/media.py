@@ -1,27 +1,20 @@
 """Images and videos from what users have: paths, bytes, data URIs, URLs, arrays, tensors, file objects.
 
-In the order of this file: names for print, telling images from videos, images, videos, files for a command line, bytes,
-URLs. Every failure to read one medium is a `MediaError` that names it; options that make no sense are a `ConfigError`.
-Neither torch nor PyAV is imported before it is needed.
+In the order of this file: names for print, telling images from videos, images, videos, files for a command line, bytes.
+URLs are fetched by `onereplay.fetch`. Every failure to read one medium is a `MediaError` that names it; options that make
+no sense are a `ConfigError`. Neither torch nor PyAV is imported before it is needed.
 """
 
 import base64
 import binascii
 import contextlib
 import glob
-import http.client
 import io
-import ipaddress
 import math
 import os
 import re
-import socket
-import ssl
 import sys
-import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from onereplay.errors import ConfigError, MediaError, MissingDependencyError
+from onereplay.fetch import fetch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,8 +57,6 @@ MAX_IMAGE_BYTES = 32 << 20
 """The largest image that is fetched from a URL, in bytes."""
 MAX_VIDEO_BYTES = 512 << 20
 """The largest video that is fetched from a URL, in bytes."""
-FETCH_TIMEOUT_S = 20.0
-"""The longest wait for an answer of the server, and for the whole of a body, in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,6 +190,13 @@ def _modality_of_name(source: object) -> Modality | None:
         return _modality_of_suffix(_split_url(source).path)
     name = os.fsdecode(source) if isinstance(source, (str, os.PathLike)) else getattr(source, "name", None)
     return _modality_of_suffix(name) if isinstance(name, str) else None
+
+
+def _split_url(url: str) -> urllib.parse.SplitResult:
+    try:
+        return urllib.parse.urlsplit(url)
+    except ValueError as err:
+        raise MediaError(describe(url), f"not a URL: {err}") from err
 
 
 def _modality_of_suffix(name: str) -> Modality | None:
@@ -671,7 +670,7 @@ def _read_bytes(source: object, name: str, allow_urls: bool, max_bytes: int) -> 
             raise MediaError(
                 name, "URLs are not fetched; pass allow_urls=True to fetch them, or pass a file or its bytes"
             )
-        return _fetch(source, name, max_bytes)
+        return fetch(source, name, max_bytes)
     if isinstance(source, (bytes, bytearray, memoryview)):
         return bytes(source)
     if not hasattr(source, "read"):
@@ -725,131 +724,3 @@ def _data_uri_bytes(uri: str, name: str) -> bytes:
         return base64.b64decode(data + b"=" * (-len(data) % 4), validate=True)
     except binascii.Error as err:
         raise MediaError(name, f"its content is not base64 ({err})") from err
-
-
-# --- URLs -------------------------------------------------------------------------------------------------------------
-
-
-def _split_url(url: str) -> urllib.parse.SplitResult:
-    try:
-        return urllib.parse.urlsplit(url)
-    except ValueError as err:
-        raise MediaError(describe(url), f"not a URL: {err}") from err
-
-
-def _fetch(url: str, name: str, max_bytes: int) -> bytes:
-    """The body behind a URL.
-
-    Every connection, a redirect's too, goes to an address that was checked to be public, the very one that was checked:
-    a name that resolves to another address the second time gains nothing. Proxies of the environment are not used.
-    """
-    deadline = time.monotonic() + FETCH_TIMEOUT_S
-    _check_url(url)
-    request = urllib.request.Request(url, headers={"User-Agent": "onereplay", "Accept": "image/*, video/*, */*;q=0.5"})
-    try:
-        with _opener().open(request, timeout=FETCH_TIMEOUT_S) as response:
-            return _read_body(response, name, max_bytes, deadline)
-    except urllib.error.HTTPError as err:
-        err.close()
-        raise MediaError(name, f"the server answers {err.code} {err.reason}") from err
-    except (OSError, ValueError, http.client.HTTPException) as err:
-        if isinstance(err, MediaError):
-            raise
-        raise MediaError(name, f"cannot be fetched: {err}") from err
-
-
-def _check_url(url: str) -> None:
-    parts = _split_url(url)
-    if parts.scheme.lower() not in ("http", "https"):
-        raise MediaError(describe(url), "only http and https URLs are fetched")
-    if parts.username is not None or parts.password is not None:
-        raise MediaError(describe(url), "a URL with a user name or password is refused")
-
-
-def _read_body(response: Any, name: str, max_bytes: int, deadline: float) -> bytes:
-    promised = int(response.headers.get("Content-Length") or 0)
-    body = bytearray()
-    while promised <= max_bytes and (chunk := response.read1(1 << 16)):
-        body += chunk
-        if time.monotonic() > deadline:
-            raise MediaError(name, f"not fetched within {FETCH_TIMEOUT_S:g} seconds")
-        if len(body) > max_bytes:
-            break
-    if max(promised, len(body)) > max_bytes:
-        raise MediaError(name, f"larger than the {max_bytes:,} bytes that are fetched at most")
-    if len(body) < promised:
-        raise MediaError(name, f"the connection ended after {len(body):,} of {promised:,} bytes")
-    return bytes(body)
-
-
-def _opener() -> urllib.request.OpenerDirector:
-    """An opener that knows http, https and checked redirects: no files, no FTP, no proxies."""
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        _HTTPHandler(),
-        _HTTPSHandler(),
-        _RedirectHandler(),
-        urllib.request.HTTPErrorProcessor(),
-        urllib.request.HTTPDefaultErrorHandler(),
-    ):
-        opener.add_handler(handler)
-    return opener
-
-
-class _RedirectHandler(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        _check_url(newurl)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-class _HTTPConnection(http.client.HTTPConnection):
-    def connect(self) -> None:
-        self.sock = _connect(self.host, self.port, self.timeout)
-
-
-class _HTTPSConnection(http.client.HTTPSConnection):
-    def connect(self) -> None:
-        plain = _connect(self.host, self.port, self.timeout)
-        self.sock = ssl.create_default_context().wrap_socket(plain, server_hostname=self.host)
-
-
-class _HTTPHandler(urllib.request.HTTPHandler):
-    def http_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_HTTPConnection, req)
-
-
-class _HTTPSHandler(urllib.request.HTTPSHandler):
-    def https_open(self, req: urllib.request.Request) -> http.client.HTTPResponse:
-        return self.do_open(_HTTPSConnection, req)
-
-
-def _connect(host: str, port: int, timeout: float | None) -> socket.socket:
-    """A connection to the first address of a host that answers, after all of them were found public."""
-    addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-    for address in addresses:
-        if not _is_public(address):
-            raise ValueError(f"{host} is {address}, not a public address; fetch it yourself and pass the bytes")
-    error: OSError = OSError(f"{host} has no address")
-    for address in addresses:
-        try:
-            return socket.create_connection((address, port), timeout)
-        except OSError as err:
-            error = err
-    raise error
-
-
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-
-
-def _is_public(address: str) -> bool:
-    """Whether an address is on the public internet; one that carries an IPv4 address is judged by that one too."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1])
-        if ip in _NAT64:
-            inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        if inner and not _is_public(str(inner)):
-            return False
-        if ip.ipv4_mapped:
-            return True
-    return ip.is_global and not ip.is_multicast
