@@ -45,7 +45,7 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	@echo "Three photos through the 300M tower of InternVL3-1B. Its weights are RANDOM: nothing is downloaded, and the"
-	@echo "features mean nothing. Seconds on a GPU; 15 tiles of 0.6 TFLOP each on a CPU, which may take minutes."
+	@echo "features mean nothing. Seconds on a GPU, about two minutes on two idle CPU cores (one photo: DEMO=\"--limit 1\")."
 	$(VENV)/bin/onereplay encode $(PHOTOS) --model preset:internvl3-1b --out features --overwrite $(DEMO)
 
 test: $(READY)

@@ -1,8 +1,8 @@
 """Images and videos from what users have: paths, bytes, data URIs, URLs, arrays, tensors, file objects.
 
 In the order of this file: names for print, telling images from videos, images, videos, files for a command line, bytes.
-URLs are fetched by `onereplay.fetch`. Every failure to read one medium is a `MediaError` that names it; options that make
-no sense are a `ConfigError`. Neither torch nor PyAV is imported before it is needed.
+URLs are fetched by `onereplay.fetch`. Every failure to read one medium is a `MediaError` that names it; options that
+make no sense are a `ConfigError`. Neither torch nor PyAV is imported before it is needed.
 """
 
 import base64

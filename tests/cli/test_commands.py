@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from onereplay import __version__, presets
-from onereplay.core.budgets import MAX_BATCH_TOKENS
 from onereplay.adapters.registry import ADAPTERS
 from onereplay.cli.options import _CONFIG_FLAGS
 from onereplay.config import EncoderCudaGraphConfig, load_config
-from onereplay.core.budgets import token_budgets
+from onereplay.core.budgets import MAX_BATCH_TOKENS, token_budgets
 from onereplay.errors import ConfigError
 from tests.cli.conftest import INTERNVL, QWEN, Run, picture
 
