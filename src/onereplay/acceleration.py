@@ -32,16 +32,26 @@ class Accelerated:
         plain = adapter_for(model)
         check_options(plain, config, plain.device, plain.dtype)
         self._base = plain.model
-        if _MARK in vars(self._base):
+        if vars(self._base).get(_MARK) == id(self._base):  # a copy of an accelerated model has the mark of the first
             raise OnereplayError("this model is accelerated already; call restore() on the first handle")
         self.adapter = adapter_for(model, config)
         self.manager: EncoderCudaGraphManager[Any] = EncoderCudaGraphManager(self.adapter, config)
-        self.manager.capture()
+        try:
+            self.manager.capture()
+        except BaseException:
+            self.manager.close()
+            self.adapter.rewritten.restore()
+            raise
+        self._plain = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
+        """What a call must ask for, by name, so that features alone answer it; the model's settings as captured."""
+        for name in ("vision_feature_layer", "vision_feature_select_strategy"):
+            if hasattr(self.adapter.config, name):
+                self._plain[name] = getattr(self.adapter.config, name)
         self._before = {name: vars(self._base).get(name) for name in self.adapter.entry_points}
         """The model's own instance attributes of those names, if it had any."""
         for name, parameters in self.adapter.entry_points.items():
             setattr(self._base, name, self._replacement(name, parameters))
-        setattr(self._base, _MARK, True)
+        setattr(self._base, _MARK, id(self._base))
         self._restored = False
 
     def _replacement(self, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
@@ -69,20 +79,21 @@ class Accelerated:
 
     def _needs_stock(self, pixels: Any, others: Mapping[str, Any]) -> str:
         """Why a call cannot be served by features alone; empty if it can."""
-        if torch.is_grad_enabled() and self._base.training:
-            return "the model is in training mode"
-        if torch.is_grad_enabled() and getattr(pixels, "requires_grad", False):
-            return "a gradient of the pixels is wanted"
-        config = self.adapter.config
-        plain: dict[str, Any] = {"return_dict": True, "output_hidden_states": False, "output_attentions": False}
-        for name in ("vision_feature_layer", "vision_feature_select_strategy"):
-            plain[name] = getattr(config, name, None)
-        for name, value in others.items():
-            if name in plain and value is not None and value != plain[name]:
+        if torch.is_grad_enabled():
+            if self._base.training:
+                return "the model is in training mode"
+            if getattr(pixels, "requires_grad", False) or any(weight.requires_grad for weight in self.adapter.weights):
+                return "gradients are enabled; call it under torch.no_grad() or torch.inference_mode()"
+        for name, plain in self._plain.items():
+            value = others.get(name)
+            value = getattr(self.adapter.config, name, plain) if value is None else value
+            if value != plain:
                 return f"{name}={value!r}"
-            if name.startswith(("image_", "video_")) and value is not None:
-                return f"the caller's own {name}"
-        return ""
+        vision = getattr(self.adapter.config, "vision_config", None)
+        if getattr(vision, "output_hidden_states", False) or getattr(vision, "output_attentions", False):
+            return "the vision configuration asks for hidden states or attentions"
+        own = [name for name, value in others.items() if name.startswith(("image_", "video_")) and value is not None]
+        return f"the caller's own {own[0]}" if own else ""
 
     def report(self) -> Report:
         """What was done so far."""

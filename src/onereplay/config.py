@@ -144,6 +144,8 @@ def _from_file(path: Path) -> Mapping[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"config file {path} is not UTF-8 text: {error.reason}; save it as UTF-8") from error
     try:
         if path.suffix == ".toml":
             options = tomllib.loads(text)
@@ -155,7 +157,11 @@ def _from_file(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"config file {path} is not valid {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(options, dict):
         raise ConfigError(f"config file {path} holds a {type(options).__name__}; use a table of options")
-    options = options.get("onereplay", options)
+    if "onereplay" in options:
+        _refuse_unknown(options, ("onereplay",), f"config file {path} beside [onereplay]")
+        options = options["onereplay"]
+        if not isinstance(options, dict):
+            raise ConfigError(f"config file {path}: onereplay is a {type(options).__name__}; use a table of options")
     _refuse_unknown(options, EncoderCudaGraphConfig.option_names(), f"config file {path}")
     return {name: _parse(name, value) if isinstance(value, str) else value for name, value in options.items()}
 

@@ -172,7 +172,11 @@ class Encoder:
         self.adapter = adapter_for(model, config)
         self.preprocessor = Preprocessor(self.adapter, processor, revision)
         self.manager: EncoderCudaGraphManager[Any] = EncoderCudaGraphManager(self.adapter, config)
-        self.manager.capture()
+        try:
+            self.manager.capture()
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def from_spec(cls, spec: str, **options: Any) -> Self:
@@ -291,6 +295,8 @@ class Encoder:
             InputError: the model does not take it; or `sources` is one source instead of a list.
             ClosedError: the encoder was closed.
         """
+        if on_error not in ("raise", "return"):
+            raise ConfigError(f"on_error={on_error!r} is unknown; use 'raise' or 'return'")
         read = [self._read(index, source, video, allow_urls) for index, source in enumerate(_listed(sources))]
         if on_error == "raise":
             for entry in read:
@@ -326,6 +332,8 @@ class Encoder:
         A batch takes the next sources as long as it can be replayed; a source that no budget holds is a batch of its
         own and runs eagerly. A source that cannot be read yields its error, and the rest goes on.
         """
+        if isinstance(sources, str | bytes | bytearray | memoryview | Path):
+            raise InputError(f"encode_each takes images and videos, got {media.describe(sources)}; put it in a list")
         read = ((index, source, self._read(index, source, video, allow_urls)) for index, source in enumerate(sources))
         for group in batches(read, _item_of, lambda: self.manager.capacities):
             yield from self._encode_group(group)
@@ -430,6 +438,8 @@ def _placement(device: str | torch.device | None, dtype: torch.dtype | None) -> 
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
         raise ConfigError(f"device={device!r} is unknown to PyTorch; use cpu or cuda") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={device!r} is not supported; use cpu or cuda")
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={device!r}, but PyTorch finds no CUDA device; use cpu")
     return chosen, dtype or (torch.bfloat16 if chosen.type == "cuda" else torch.float32)

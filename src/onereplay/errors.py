@@ -37,6 +37,9 @@ class MediaError(InputError):
         self.source = source
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type["MediaError"], tuple[str, str]]:
+        return type(self), (self.source, self.reason)
+
 
 class UnsupportedModelError(OnereplayError):
     """No adapter knows the model, or the model lacks what was asked of it."""

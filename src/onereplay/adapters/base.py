@@ -151,7 +151,7 @@ class Adapter(ABC, Generic[BatchT]):
 
 
 def share_weights(module: nn.Module) -> nn.Module:
-    """A copy of a module and all below it with the same parameter and buffer objects, and without forward hooks.
+    """A copy of a module and all below it, in eval mode, with the same parameters and buffers, without forward hooks.
 
     Hooks are left out because a replay would not run them, and because those that transformers installs to collect
     hidden states keep `torch.compile` from whole blocks.
@@ -161,7 +161,7 @@ def share_weights(module: nn.Module) -> nn.Module:
     for part in copied.modules():
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()
-    return copied
+    return copied.eval()
 
 
 def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:
@@ -172,7 +172,12 @@ def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:
     Raises:
         InputError: not a table of `columns` integers.
     """
-    rows = value.tolist() if hasattr(value, "tolist") else [list(row) for row in value]
+    try:
+        rows = value.tolist() if hasattr(value, "tolist") else [[*row] for row in value]
+    except TypeError:
+        rows = [value]
+    if not isinstance(rows, list):
+        rows = [rows]
     if any(not isinstance(row, list) or len(row) != columns for row in rows):
         raise InputError(f"{name} must have {columns} columns, got {rows!r:.80}")
     if any(isinstance(entry, bool) or not isinstance(entry, int) for row in rows for entry in row):
@@ -180,18 +185,23 @@ def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:
     return rows
 
 
-def tile_counts(name: str, counts: Any, num_tiles: int) -> list[int]:
+def tile_counts(name: str, counts: Any, num_tiles: int | None) -> list[int]:
     """How many tiles each item has; one each where nothing is said.
 
     Raises:
         InputError: the counts are not positive integers or do not add up to the tiles.
     """
     if counts is None:
-        return [1] * num_tiles
-    listed = counts.tolist() if hasattr(counts, "tolist") else list(counts)
+        return [1] * (num_tiles or 0)
+    try:
+        listed = counts.tolist() if hasattr(counts, "tolist") else [*counts]
+    except TypeError:
+        raise InputError(f"{name}={counts!r:.80} must be a list of positive integers, one an image") from None
+    if not isinstance(listed, list):
+        raise InputError(f"{name}={counts!r:.80} must be a list of positive integers, one an image")
     if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in listed):
         raise InputError(f"{name}={listed!r:.80} must be positive integers, one an image")
-    if sum(listed) != num_tiles:
+    if num_tiles is not None and sum(listed) != num_tiles:
         raise InputError(f"{name} adds up to {sum(listed)} tiles, pixel_values has {num_tiles}")
     return listed
 
@@ -203,6 +213,9 @@ def refuse_unknown(inputs: Mapping[str, Any], allowed: Sequence[str], model_type
         InputError: an unknown name, with the known ones.
     """
     given = {name: value for name, value in inputs.items() if value is not None}
+    for name, value in given.items():
+        if name.startswith("pixel_values") and not isinstance(value, Tensor):
+            raise InputError(f"{name} is a {type(value).__name__}; give a tensor of PyTorch")
     unknown = sorted(set(given) - set(allowed))
     if unknown:
         raise InputError(

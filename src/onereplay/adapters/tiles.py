@@ -100,7 +100,7 @@ class TileAdapter(Adapter[TileBatch]):
     def items_of(self, **sizes: Any) -> tuple[Item, ...]:
         """From `num_patches` and `num_frames`, for tiles of the captured size."""
         given = refuse_unknown(sizes, ("num_patches", "num_frames"), self.model_type)
-        num_tiles = sum(sum(_integers(counts)) for counts in given.values())
+        num_tiles = sum(sum(tile_counts(name, counts, None)) for name, counts in given.items())
         return self._items(given, num_tiles, *self.tile_shape[1:])
 
     def batch(self, **inputs: Any) -> TileBatch:
@@ -161,4 +161,4 @@ class TileAdapter(Adapter[TileBatch]):
 
 
 def _integers(counts: Any) -> list[int]:
-    return counts.tolist() if isinstance(counts, Tensor) else list(counts)
+    return tile_counts("num_frames", counts, None)

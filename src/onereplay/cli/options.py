@@ -49,7 +49,7 @@ _CONFIG_FLAGS: Mapping[str, tuple[str, str]] = {
     "max_frames_per_batch": ("N", "Frames that a captured graph has room for; as many as items by default."),
     "attention": ("NAME", "auto, fa2, fa4 or reference."),
     "backend": ("NAME", "auto, cuda or traced."),
-    "optimize": ("NAME,...", "Exact weight rewrites to apply."),
+    "optimize": ("NAME,...", "Exact rewrites by name; auto is all under CUDA graphs and none elsewhere."),
 }
 """By option: how its value is written in help, and the help."""
 

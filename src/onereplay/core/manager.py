@@ -178,8 +178,9 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         """A graph reads its weights where they were at capture."""
         if self._weight_addresses and self._weight_addresses != [w.data_ptr() for w in self.adapter.weights]:
             raise ClosedError(
-                "the model's weights were moved after capture (.to(), .half(), new parameters); close this encoder and "
-                "make a new one"
+                "the model's weights were moved after capture (.to(), .half(), new parameters, or another encoder of "
+                "the model with other rewrites); close this encoder, or restore() what accelerate gave, and make a new "
+                "one"
             )
 
     def _try_capture(self, path: str, capacity: Capacity) -> None:
