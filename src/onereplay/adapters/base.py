@@ -175,9 +175,9 @@ def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:
     try:
         rows = value.tolist() if hasattr(value, "tolist") else [[*row] for row in value]
     except TypeError:
-        rows = [value]
+        rows = None
     if not isinstance(rows, list):
-        rows = [rows]
+        raise InputError(f"{name} must be a table of {columns} columns, one row an item, got {value!r:.80}")
     if any(not isinstance(row, list) or len(row) != columns for row in rows):
         raise InputError(f"{name} must have {columns} columns, got {rows!r:.80}")
     if any(isinstance(entry, bool) or not isinstance(entry, int) for row in rows for entry in row):
