@@ -2,7 +2,8 @@
 
 Shapes are dynamic, so one compilation serves all budgets and the eager forward. Compilation happens in the warm-up
 before the first capture; PyTorch keeps its results on disk, so a second start is quick. Measured on an H200,
-Qwen2.5-VL-7B at 64 tokens in a graph: 4.3 ms before, 1.9 ms after.
+Qwen2.5-VL-7B at 64 tokens in a graph with the other rewrites on: 4.68 ms before, 2.23 ms after
+(`benchmarks/results/rewrites_h200_2026-11-29.md`).
 """
 
 from collections.abc import Callable, Iterable
