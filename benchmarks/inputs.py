@@ -135,7 +135,7 @@ def processor_outputs(adapter: Adapter[Any], shape: Shape, dtype: torch.dtype) -
         case Qwen25VL():
             rows = sum(grid.num_patches for grid in grids)
             return {
-                "pixel_values": _pixels(dtype, rows, adapter.patch_dim),
+                "pixel_values": _pixels(dtype, rows, *adapter.pixel_shape),
                 "image_grid_thw": torch.tensor(grids, dtype=torch.int64),
             }
         case Lfm2VL():

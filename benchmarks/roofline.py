@@ -110,7 +110,7 @@ def _qwen2_5_vl(adapter: Qwen25VL, grids: Sequence[Grid]) -> int:
     full_layers = len(vision.fullatt_block_indexes)
     layer = linear(rows, hidden, 4 * hidden) + 3 * linear(rows, hidden, vision.intermediate_size)
     return int(
-        linear(rows, adapter.patch_dim, hidden)
+        linear(rows, adapter.pixel_shape[0], hidden)
         + vision.depth * layer
         + full_layers * attention(frames, hidden)
         + (vision.depth - full_layers) * attention(windows, hidden)

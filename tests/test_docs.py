@@ -16,7 +16,7 @@ from tests.test_readme import ROOT, Block, blocks, by_place, call, commands
 SOURCES = ROOT / "src" / "onereplay"
 STRUCTURE = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
 ADDING = ROOT / "docs" / "adding_a_model.md"
-WALKED = ("adapters/qwen2_5_vl.py", "adapters/registry.py")
+WALKED = ("adapters/qwen2_5_vl.py", "adapters/grids.py", "adapters/registry.py")
 """The files that the page about adding a model takes its code from."""
 PAGES = [
     *ROOT.glob("*.md"),

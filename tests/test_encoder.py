@@ -25,7 +25,7 @@ from transformers import AutoModelForImageTextToText
 
 from onereplay import EncoderCudaGraphConfig
 from onereplay.adapters import ADAPTERS, adapter_for
-from onereplay.checking import FP32_TOLERANCE, HALF_RATIO, layouts, plain_features
+from onereplay.checking import FP32_TOLERANCE, HALF_RATIO, plain_features
 from onereplay.core.items import Modality
 from onereplay.core.plan import Eager, Reason, Replay
 from onereplay.encoder import Encoded, Encoder, VideoOptions, planner
@@ -114,7 +114,7 @@ def whole_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int =
 
 def example(encoder: Encoder, tokens: int = 64, seed: int = 0, layout: int = 0) -> dict[str, Any]:
     """Random inputs of exactly this many tokens, by the processor's names."""
-    _, grids = layouts(encoder.adapter, tokens, 8)[layout]
+    _, grids = encoder.adapter.layouts("vision", tokens, 8)[layout]
     return dict(encoder.adapter.example_inputs(grids, torch.Generator().manual_seed(seed)))
 
 
@@ -692,7 +692,7 @@ def test_an_encoder_made_in_inference_mode_works_outside_and_the_other_way_round
 def test_the_users_model_is_bit_for_bit_what_it_was(model_type: str, dtype: torch.dtype) -> None:
     model = whole_model(model_type, dtype)
     adapter = adapter_for(model)
-    inputs = dict(adapter.example_inputs(layouts(adapter, 64, 8)[-1][1], torch.Generator().manual_seed(0)))
+    inputs = dict(adapter.example_inputs(adapter.layouts("vision", 64, 8)[-1][1], torch.Generator().manual_seed(0)))
     expected = plain_features(adapter, model.model, inputs)  # transformers notes on modules that its hooks are there
     configs = [model.config, *(module.config for module in model.modules() if hasattr(module, "config"))]
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

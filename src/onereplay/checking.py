@@ -12,7 +12,6 @@ The tolerance, by dtype:
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from onereplay.adapters.base import Adapter
 from onereplay.config import EncoderCudaGraphConfig
-from onereplay.core.items import Modality
 from onereplay.core.manager import EncoderCudaGraphManager
 from onereplay.core.plan import Eager, Plan, Reason, Replay
 from onereplay.encoder import Encoder
@@ -111,34 +109,37 @@ class Checks:
             yield CheckResult(claim, passed, detail)
 
     def _claims(self) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
-        ladder = self.manager.capacities[self._path]
-        wanted = self.manager.config.ladder(self.adapter.max_batch_tokens, self._unit)
-        yield f"all {len(wanted)} budgets are captured", lambda: (len(ladder) == len(wanted), self._captured())
-        below = 0
-        for capacity in ladder:
-            edges = (("lower edge", below + self._unit), ("upper edge", capacity.tokens))
-            for edge, tokens in edges:
-                for name, grids in layouts(self.adapter, tokens, capacity.items):
-                    claim = f"budget {capacity.tokens}, {edge} ({tokens} tokens), {name}"
-                    yield claim, functools.partial(self._agrees, grids, capacity.tokens)
-            below = capacity.tokens
-        over = below + self._unit
-        for name, grids in layouts(self.adapter, over, 2)[:1]:
-            yield f"over the largest budget ({over} tokens), {name}", functools.partial(self._is_one_eager, grids)
+        for path in self.adapter.paths():
+            yield from self._claims_of(path)
         yield "more items than the bound are one eager forward", self._too_many_items
         yield "pixels of NaN in one batch leave no trace in the next", self._nan_leaves_no_trace
         yield "poisoned static buffers do not show", self._poison_does_not_show
         yield f"a result survives {OWNERSHIP_BATCHES} later batches bit for bit", self._results_are_owned
         yield "the same batch gives the same bits again", self._repeats
 
-    @property
-    def _path(self) -> str:
-        return next(iter(self.adapter.paths()))
+    def _claims_of(self, path: str) -> Iterator[tuple[str, Callable[[], tuple[bool, str]]]]:
+        """Both edges of every budget of a path, and one batch beyond the largest."""
+        where = "" if len(self.adapter.paths()) == 1 else f"path {path}: "
+        ladder, unit = self.manager.capacities[path], self.adapter.unit(path)
+        wanted = self.manager.config.ladder(self.adapter.max_batch_tokens, unit)
+        yield f"{where}all {len(wanted)} budgets are captured", lambda: (len(ladder) == len(wanted), self._captured())
+        below = 0
+        for capacity in ladder:
+            edges = (("lower edge", below + unit), ("upper edge", capacity.tokens))
+            for edge, tokens in edges:
+                for name, grids in self.adapter.layouts(path, tokens, capacity.items):
+                    claim = f"{where}budget {capacity.tokens}, {edge} ({tokens} tokens), {name}"
+                    yield claim, functools.partial(self._agrees, path, grids, capacity.tokens)
+            below = capacity.tokens
+        over = below + unit
+        for name, grids in self.adapter.layouts(path, over, 2)[:1]:
+            claim = f"{where}over the largest budget ({over} tokens), {name}"
+            yield claim, functools.partial(self._is_one_eager, path, grids)
 
     @property
-    def _unit(self) -> int:
-        """Tokens of the smallest item."""
-        return int(getattr(self.adapter, "tile_tokens", 1))
+    def _path(self) -> str:
+        """The first path, which every item uses."""
+        return next(iter(self.adapter.paths()))
 
     def _captured(self) -> str:
         report = self.manager.report().capture
@@ -187,47 +188,50 @@ class Checks:
 
     # ------------------------------------------------------------------ claims
 
-    def _agrees(self, grids: Sequence[Grid], budget: int) -> tuple[bool, str]:
+    def _agrees(self, path: str, grids: Sequence[Grid], budget: int) -> tuple[bool, str]:
         """One replay of this budget, as right as plain transformers; the eager forward too."""
         inputs = self._inputs(grids)
         found, steps = self._replay(inputs)
-        step = steps.steps[self._path]
+        step = steps.steps[path]
         if not isinstance(step, Replay) or step.capacity.tokens != budget:
             return False, f"expected one replay of {budget}, got {steps}"
         right, words = self._errors(found, inputs)
         eager_right, eager_words = self._errors(torch.cat(self.eager.encode(self.adapter.batch(**inputs))), inputs)
         return right and eager_right, words if eager_right else f"{words}; eager: {eager_words}"
 
-    def _is_one_eager(self, grids: Sequence[Grid], *, grouped: bool = True) -> tuple[bool, str]:
+    def _is_one_eager(self, path: str, grids: Sequence[Grid], *, grouped: bool = True) -> tuple[bool, str]:
         inputs = self._inputs(grids, grouped=grouped)
         before = self.manager.report()
         found, steps = self._replay(inputs)
         after = self.manager.report()
-        step = steps.steps[self._path]
-        once = sum(after.eager[self._path].values()) - sum(before.eager[self._path].values()) == 1
+        step = steps.steps[path]
+        once = sum(after.eager[path].values()) - sum(before.eager[path].values()) == 1
         right, words = self._errors(found, inputs)
-        return right and once and isinstance(step, Eager) and after.replays == before.replays, f"{steps}; {words}"
+        return right and once and isinstance(step, Eager) and after.replays.get(path) == before.replays.get(
+            path
+        ), f"{steps}; {words}"
 
     def _too_many_items(self) -> tuple[bool, str]:
         bound = self.manager.config.items_bound
-        passed, words = self._is_one_eager([self._smallest()] * (bound + 1), grouped=False)
+        passed, words = self._is_one_eager(self._path, [self._smallest()] * (bound + 1), grouped=False)
         return passed and Reason.TOO_MANY_ITEMS.value in words, words
 
     def _nan_leaves_no_trace(self) -> tuple[bool, str]:
         capacity = self.manager.capacities[self._path][-1]
-        poison = self._inputs(layouts(self.adapter, capacity.tokens, capacity.items)[0][1])
-        self._replay({name: t * math.nan if name.startswith("pixel_values") else t for name, t in poison.items()})
+        poison = self._inputs(self._layouts(capacity.tokens, capacity.items)[0][1])
+        self._replay({name: _not_a_number(value) for name, value in poison.items()})
+        unit = self.adapter.unit(self._path)
         below = [other.tokens for other in self.manager.capacities[self._path][:-1]][-1:]
-        return self._agrees(layouts(self.adapter, sum(below) + self._unit, capacity.items)[0][1], capacity.tokens)
+        return self._agrees(self._path, self._layouts(sum(below) + unit, capacity.items)[0][1], capacity.tokens)
 
     def _poison_does_not_show(self) -> tuple[bool, str]:
         self.manager.poison()
         capacity = self.manager.capacities[self._path][0]
-        return self._agrees([self._smallest()], capacity.tokens)
+        return self._agrees(self._path, [self._smallest()], capacity.tokens)
 
     def _results_are_owned(self) -> tuple[bool, str]:
         tokens = self.manager.capacities[self._path][0].tokens
-        name, grids = layouts(self.adapter, tokens, 1)[0]
+        name, grids = self._layouts(tokens, 1)[0]
         kept = self.manager.encode(self.adapter.batch(**self._inputs(grids)))
         copies = [rows.clone() for rows in kept]
         for _ in range(OWNERSHIP_BATCHES):
@@ -237,53 +241,15 @@ class Checks:
         return same and apart, f"{name}: {'unchanged' if same else 'changed'}, {'own' if apart else 'static'} memory"
 
     def _repeats(self) -> tuple[bool, str]:
-        inputs = self._inputs(layouts(self.adapter, self.manager.capacities[self._path][0].tokens, 8)[-1][1])
+        inputs = self._inputs(self._layouts(self.manager.capacities[self._path][0].tokens, 8)[-1][1])
         first, second = self._replay(inputs)[0], self._replay(inputs)[0]
         return torch.equal(first, second), f"{len(first)} rows"
 
+    def _layouts(self, tokens: int, max_items: int) -> list[tuple[str, list[Grid]]]:
+        return self.adapter.layouts(self._path, tokens, max_items)
+
     def _smallest(self) -> Grid:
-        return layouts(self.adapter, self._unit, 1)[0][1][0]
-
-
-def layouts(adapter: Adapter[Any], tokens: int, max_items: int) -> list[tuple[str, list[Grid]]]:
-    """Batches of exactly this many tokens with other boundaries: one item, two items, many items, a video.
-
-    Args:
-        adapter: the model.
-        tokens: of the whole batch; a multiple of a tile's tokens for a model of tiles.
-        max_items: the most items of a batch.
-    """
-    if adapter.engine == "tiles":
-        tiles = tokens // int(adapter.tile_tokens)  # type: ignore[attr-defined]
-        return [(f"{tiles} tiles", [Grid(1, 1, 1)] * tiles)]
-    most = adapter.max_sequence_patches  # type: ignore[attr-defined]
-    merge = int(adapter.merge)  # type: ignore[attr-defined]
-    piece = tokens if most is None else most // merge**2
-    found = [("the fewest images", _split(tokens, -(-tokens // piece)))]
-    if tokens >= 2:
-        found.append(("two images" if piece == tokens else "more images", _split(tokens, 2 * -(-tokens // piece))))
-    many = min(tokens, max_items)
-    if many > 2 and tokens // many <= piece:
-        found.append((f"{many} images", _split(tokens, many)))
-    plans = [(name, [_rectangle(part, merge) for part in parts]) for name, parts in found if len(parts) <= max_items]
-    if Modality.VIDEO in adapter.modalities and tokens >= 4:
-        frames = max(t for t in range(2, 9) if t * (tokens // t) <= tokens)
-        clip = _rectangle(tokens // frames, merge)._replace(t=frames)
-        rest = tokens - frames * (tokens // frames)
-        plans.append((f"a video of {frames} frames", [clip, *([_rectangle(rest, merge)] if rest else [])]))
-    return plans
-
-
-def _split(tokens: int, parts: int) -> list[int]:
-    """`parts` unequal sizes that add up to `tokens`; the first takes the rest."""
-    small = tokens // parts
-    return [tokens - small * (parts - 1), *[small] * (parts - 1)]
-
-
-def _rectangle(tokens: int, merge: int) -> Grid:
-    """One frame of exactly this many tokens, as square as its divisors allow."""
-    height = max(side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0)
-    return Grid(1, height * merge, tokens // height * merge)
+        return self._layouts(self.adapter.unit(self._path), 1)[0][1][0]
 
 
 def plain_features(adapter: Adapter[Any], model: Any, inputs: Mapping[str, Any]) -> Tensor:
@@ -297,6 +263,11 @@ def plain_features(adapter: Adapter[Any], model: Any, inputs: Mapping[str, Any])
                 pooled = getattr(model, name)(**arguments).pooler_output
             parts += [rows.reshape(-1, rows.shape[-1]) for rows in pooled]
     return torch.cat(parts)
+
+
+def _not_a_number(value: Any) -> Any:
+    """NaN in place of every pixel; sizes as they are."""
+    return torch.full_like(value, torch.nan) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _relative(found: Tensor, reference: Tensor) -> float:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from onereplay import models
 from onereplay.errors import CheckpointError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -96,15 +97,18 @@ def _base_class(config: PreTrainedConfig) -> Any:
 
 
 def _whole_class(config: PreTrainedConfig) -> Any:
+    """With the language model's head, which knows how checkpoints are named; the base class where there is none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return _base_class(config)
     return _mapped_class(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
 
 
 def _mapped_class(mapping: Any, config: PreTrainedConfig) -> Any:
     if type(config) not in mapping:
         raise UnsupportedModelError(
-            f"transformers has no vision-language model for {type(config).__name__} (model_type {config.model_type!r})"
+            f"transformers has no model for {type(config).__name__} (model_type {config.model_type!r})"
         )
     found = mapping[type(config)]
     return found[0] if isinstance(found, tuple) else found
@@ -257,6 +261,7 @@ def load_config(source: str | os.PathLike[str], *, revision: str | None = None) 
     """
     from transformers import AutoConfig
 
+    models.register()
     path = _fetch(source, "config.json", revision)
     try:
         return AutoConfig.from_pretrained(path.parent, trust_remote_code=False)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from onereplay import EncoderCudaGraphConfig
 from onereplay.adapters.qwen2_5_vl import Qwen25VL
-from onereplay.checking import FP32_TOLERANCE, layouts, plain_features
+from onereplay.checking import FP32_TOLERANCE, plain_features
 from onereplay.core.plan import Eager, Reason, Replay
 from onereplay.encoder import Encoder
 from onereplay.errors import ConfigError, InputError
@@ -62,7 +62,7 @@ def test_2_a_budget_that_items_and_windows_do_not_divide_is_captured_and_right(b
 
 
 def test_3_the_first_of_two_equal_sizes_survives_100_later_batches(encoder: Encoder) -> None:
-    _, grids = layouts(encoder.adapter, 512, 64)[0]
+    _, grids = encoder.adapter.layouts("vision", 512, 64)[0]
     generator = torch.Generator().manual_seed(1)
 
     def fresh() -> list[Tensor]:
@@ -116,8 +116,8 @@ def test_7_an_item_over_the_cap_is_one_eager_forward_alone_and_in_company(encode
         return stock(*args)
 
     unit = int(getattr(encoder.adapter, "tile_tokens", 1))
-    _, large = layouts(encoder.adapter, 516, 64)[0]
-    _, small = layouts(encoder.adapter, 64 // unit * unit, 64)[0]
+    _, large = encoder.adapter.layouts("vision", 516, 64)[0]
+    _, small = encoder.adapter.layouts("vision", 64 // unit * unit, 64)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder.adapter, "forward", counted)
         for grids in (large, large + small):

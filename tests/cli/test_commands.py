@@ -142,7 +142,7 @@ def test_models_lists_every_adapter_and_preset(run: Run) -> None:
 def test_models_table_names_what_is_assumed_and_why_tokens_are_not_known(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onereplay.preprocess._has_torchvision", lambda: False)
+    monkeypatch.setattr("onereplay.preprocess.processors.has_torchvision", lambda: False)
     shown = run("models").stdout
     assert "OpenGVLab/InternVL3-8B-hf" in shown
     assert "preset:qwen2_5_vl-3b: vision_config.hidden_size" in shown

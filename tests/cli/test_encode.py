@@ -217,7 +217,7 @@ def test_json_has_every_entry_and_the_report_and_quiet_prints_nothing(pictures: 
 def test_a_processor_that_needs_an_absent_package_ends_with_the_install_line(
     pictures: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onereplay.preprocess._has_torchvision", lambda: False)
+    monkeypatch.setattr("onereplay.preprocess.processors.has_torchvision", lambda: False)
     result = run("encode", pictures, "-m", LFM2, "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")

@@ -75,7 +75,7 @@ def test_the_table_has_a_line_an_item_a_line_a_batch_and_totals(pictures: Path, 
 def test_a_packages_absence_ends_the_plan_with_the_install_line(
     pictures: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("onereplay.preprocess._has_torchvision", lambda: False)
+    monkeypatch.setattr("onereplay.preprocess.processors.has_torchvision", lambda: False)
     result = run("plan", LFM2, pictures)
     assert result.exit_code == 2
     assert 'pip install "onereplay[torchvision]"' in result.stderr

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from onereplay import EncoderCudaGraphConfig
 from onereplay.adapters import ADAPTERS
-from onereplay.checking import HALF_RATIO, layouts, plain_features
+from onereplay.checking import HALF_RATIO, plain_features
 from onereplay.encoder import Encoder
 from onereplay.geometry import Grid
 
@@ -60,7 +60,7 @@ def encoder(request: pytest.FixtureRequest) -> Iterator[Encoder]:
 
 def inputs_of(encoder: Encoder, tokens: int, seed: int = 0, layout: int = 0) -> dict[str, Any]:
     """Random pixels of exactly this many tokens, on the CPU, by the processor's names."""
-    _, grids = layouts(encoder.adapter, tokens, 8)[layout]
+    _, grids = encoder.adapter.layouts("vision", tokens, 8)[layout]
     return dict(encoder.adapter.example_inputs(grids, torch.Generator().manual_seed(seed)))
 
 

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from onereplay import Encoder, EncoderCudaGraphConfig, accelerate
 from onereplay.adapters import adapter_class
 from onereplay.adapters.base import share_weights
-from onereplay.checking import FP32_TOLERANCE, layouts, plain_features
+from onereplay.checking import FP32_TOLERANCE, plain_features
 from onereplay.config import REWRITES
 from onereplay.core.manager import EncoderCudaGraphManager
 from onereplay.errors import ConfigError
@@ -103,7 +103,7 @@ def test_the_stock_model_runs_stock_code_while_an_encoder_has_rewrites() -> None
     config = EncoderCudaGraphConfig(token_budgets=(64,), backend="traced", optimize=("patch_embedding",))
     with Encoder(model, config) as encoder:
         assert not any("forward" in vars(module) for module in model.modules())
-        _, grids = layouts(encoder.adapter, 64, 4)[1]
+        _, grids = encoder.adapter.layouts("vision", 64, 4)[1]
         inputs = encoder.adapter.example_inputs(grids, torch.Generator().manual_seed(0))
         found = torch.cat(encoder.encode_inputs(**inputs))
         assert close(found, plain_features(encoder.adapter, model, inputs))

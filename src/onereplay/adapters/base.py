@@ -121,6 +121,21 @@ class Adapter(ABC, Generic[BatchT]):
         tile. Pixels are float32 on the generator's device, sizes int64 on the CPU.
         """
 
+    def unit(self, path: str) -> int:
+        """Tokens that come and go together on a path: 1, or those of a tile."""
+        return 1
+
+    @abstractmethod
+    def layouts(self, path: str, tokens: int, max_items: int) -> list[tuple[str, list[Grid]]]:
+        """Named batches of exactly this many tokens on a path with other boundaries (one item, several, a video), as
+        grids for `example_inputs`; the first has the fewest items.
+
+        Args:
+            path: the path to fill; what the batches ask of others follows from it.
+            tokens: of the whole batch, a multiple of `unit(path)`.
+            max_items: the most items of a batch.
+        """
+
     @abstractmethod
     def join(self, batches: Sequence[BatchT]) -> BatchT:
         """Several batches as one, items in order."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from onereplay import geometry
 from onereplay.adapters.base import Adapter
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.assembly import split_rows
@@ -123,6 +124,30 @@ class PackedAdapter(Adapter[PackedBatch]):
             grids=tuple(grid for batch in batches for grid in batch.grids),
             pixels=tuple(pixels for batch in batches for pixels in batch.pixels),
         )
+
+    def layouts(self, path: str, tokens: int, max_items: int) -> list[tuple[str, list[Grid]]]:
+        """The fewest images, twice as many, as many as there may be, and a video where the model takes videos."""
+        piece = tokens if self.max_sequence_patches is None else self.max_sequence_patches // self.merge**2
+        fewest, many = -(-tokens // piece), min(tokens, max_items)
+        counts = {"the fewest images": fewest}
+        if tokens >= 2:
+            counts["two images" if fewest == 1 else "more images"] = 2 * fewest
+        if many > 2 and tokens // many <= piece:
+            counts[f"{many} images"] = many
+        found = [
+            (name, [geometry.square_grid(part, self.merge) for part in geometry.unequal_parts(tokens, count)])
+            for name, count in counts.items()
+            if count <= max_items
+        ]
+        video = self.video_layout(tokens) if Modality.VIDEO in self.modalities and tokens >= 4 else []
+        return [*found, (f"a video of {video[0].t} frames", video)] if video else found
+
+    def video_layout(self, tokens: int) -> list[Grid]:
+        """A video, and an image if need be, of exactly this many tokens together (at least 4)."""
+        frames = max(t for t in range(2, 9) if t <= tokens)
+        clip = geometry.square_grid(tokens // frames, self.merge)._replace(t=frames)
+        rest = tokens % frames
+        return [clip, *([geometry.square_grid(rest, self.merge)] if rest else [])]
 
     # The adapters' side
 

@@ -123,6 +123,15 @@ class TileAdapter(Adapter[TileBatch]):
         items = self._items(given, len(tiles), *tiles.shape[2:])
         return TileBatch(items, (tiles,))
 
+    def unit(self, path: str) -> int:
+        """A tile's tokens."""
+        return self.tile_tokens
+
+    def layouts(self, path: str, tokens: int, max_items: int) -> list[tuple[str, list[Grid]]]:
+        """Tiles do not see each other, so there is one layout."""
+        tiles = tokens // self.tile_tokens
+        return [(f"{tiles} tiles", [Grid(1, 1, 1)] * tiles)]
+
     def example_inputs(self, grids: Sequence[Grid], generator: torch.Generator) -> dict[str, Tensor]:
         """One tile of the captured size for each grid."""
         shape = (len(grids), *self.tile_shape)

@@ -12,7 +12,7 @@ import enum
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ from onereplay.core.items import PathSize
 from onereplay.core.plan import Capacity
 from onereplay.errors import CapacityError
 
-Array = npt.NDArray[np.integer]
+Array = npt.NDArray[np.number[Any]]
+"""Metadata on the host: integers, or float32 where a buffer declares it (weights of interpolation)."""
 Unit = Literal["tokens", "patches", "sequences", "windows"]
 """What a buffer has one row of; a field of `Capacity`."""
 
@@ -44,7 +45,7 @@ class Tail(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Integer metadata, one row a patch, token, sequence or window."""
+    """Metadata, one row a patch, token, sequence or window."""
 
     name: str
     unit: Unit

@@ -10,6 +10,7 @@ class Modality(enum.Enum):
 
     IMAGE = "image"
     VIDEO = "video"
+    AUDIO = "audio"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class PathSize:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One image or video as the caller gave it."""
+    """One image, video or recording as the caller gave it."""
 
     modality: Modality
     sizes: Mapping[str, PathSize]

@@ -1,6 +1,14 @@
 """Grids to metadata arrays: pure numpy, one grid at a time, no offsets (the core joins items and adds offsets)."""
 
-from onereplay.geometry.grids import Grid, frame_lengths, merge_gather, merged_positions, raster_positions
+from onereplay.geometry.grids import (
+    Grid,
+    frame_lengths,
+    merge_gather,
+    merged_positions,
+    raster_positions,
+    square_grid,
+    unequal_parts,
+)
 from onereplay.geometry.windows import window_lengths, window_order
 
 __all__ = [
@@ -9,6 +17,8 @@ __all__ = [
     "merge_gather",
     "merged_positions",
     "raster_positions",
+    "square_grid",
+    "unequal_parts",
     "window_lengths",
     "window_order",
 ]

@@ -5,6 +5,7 @@ Legend: a grid is `(t, h, w)`, frames by rows by columns, in patches; `m` is the
 them row by row.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -57,3 +58,15 @@ def merge_gather(grid: Grid, m: int) -> Int64:
     whole = patches[:, : grid.h // m * m, : grid.w // m * m]
     units = whole.reshape(grid.t, grid.h // m, m, grid.w // m, m)
     return units.swapaxes(2, 3).reshape(-1, m * m)
+
+
+def square_grid(tokens: int, m: int) -> Grid:
+    """One frame of exactly this many merged tokens, as square as their divisors allow; sides multiples of `m`."""
+    height = max(side for side in range(1, math.isqrt(tokens) + 1) if tokens % side == 0)
+    return Grid(1, height * m, tokens // height * m)
+
+
+def unequal_parts(total: int, parts: int) -> list[int]:
+    """`parts` numbers that add up to `total`, all `total // parts` but the first, which takes the rest as well."""
+    small = total // parts
+    return [total - small * (parts - 1), *[small] * (parts - 1)]

@@ -1,0 +1,107 @@
+"""Packed models whose processors give `pixel_values` as rows of patches and a table of grids: the Qwen line's form.
+
+What such a model adds to `PackedAdapter` is small: its metadata (`buffers`, `piece`) and `forward`.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from onereplay.adapters.base import host_rows, refuse_unknown
+from onereplay.adapters.packed import PackedAdapter, PackedBatch
+from onereplay.core.items import Item, Modality
+from onereplay.errors import InputError
+from onereplay.geometry import Grid
+
+_KINDS = (
+    (Modality.IMAGE, "pixel_values", "image_grid_thw"),
+    (Modality.VIDEO, "pixel_values_videos", "video_grid_thw"),
+)
+
+
+class GridAdapter(PackedAdapter):
+    """What models with `image_grid_thw` and `video_grid_thw` share.
+
+    The defaults are those of the Qwen line; a model overrides what differs.
+    """
+
+    parts = ("visual",)
+    modalities = (Modality.IMAGE, Modality.VIDEO)
+    entry_points: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "get_image_features": ("pixel_values", "image_grid_thw"),
+        "get_video_features": ("pixel_values_videos", "video_grid_thw"),
+    }
+
+    @cached_property
+    def merge(self) -> int:
+        """2 in every published checkpoint."""
+        return int(self.config.vision_config.spatial_merge_size)
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """The language model's width."""
+        return int(self.config.vision_config.out_hidden_size)
+
+    @property
+    def pixel_shape(self) -> tuple[int, ...]:
+        """One row of `pixel_values`: the values of a patch."""
+        vision = self.config.vision_config
+        return (int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2),)
+
+    def items_of(self, **sizes: Any) -> tuple[Item, ...]:
+        """From `image_grid_thw` and `video_grid_thw`."""
+        given = refuse_unknown(sizes, [table for _, _, table in _KINDS], self.model_type)
+        return tuple(
+            self.item(modality, [grid])
+            for modality, _, table in _KINDS
+            if table in given
+            for grid in self._grids(table, given[table])
+        )
+
+    def batch(self, **inputs: Any) -> PackedBatch:
+        """From `pixel_values` `(P, patch_dim)` and `image_grid_thw` `(N, 3)`, and the same pair for videos.
+
+        Images come first, then videos.
+        """
+        given = refuse_unknown(inputs, [name for kind in _KINDS for name in kind[1:]], self.model_type)
+        return self.join([self._of_kind(given, *kind) for kind in _KINDS if {*kind[1:]} & given.keys()])
+
+    def example_inputs(self, grids: Sequence[Grid], generator: torch.Generator) -> dict[str, Tensor]:
+        """Grids of one frame are images, others videos."""
+        inputs = {}
+        for modality, pixels, table in _KINDS:
+            chosen = [grid for grid in grids if (grid.t > 1) == (modality is Modality.VIDEO)]
+            if chosen:
+                rows = sum(grid.num_patches for grid in chosen)
+                inputs[pixels] = torch.randn(rows, *self.pixel_shape, generator=generator, device=generator.device)
+                inputs[table] = torch.tensor(chosen)
+        return inputs
+
+    def _of_kind(self, given: Mapping[str, Any], modality: Modality, pixels: str, table: str) -> PackedBatch:
+        if pixels not in given or table not in given:
+            raise InputError(f"{pixels} and {table} come together; give both")
+        grids = self._grids(table, given[table])
+        items = tuple(self.item(modality, [grid]) for grid in grids)
+        expected = (sum(grid.num_patches for grid in grids), *self.pixel_shape)
+        if tuple(given[pixels].shape) != expected:
+            raise InputError(f"{pixels} has shape {tuple(given[pixels].shape)}, {table} asks for {expected}")
+        return PackedBatch(items, grids, (given[pixels],))
+
+    def _grids(self, table: str, value: Any) -> tuple[Grid, ...]:
+        grids = tuple(Grid(*row) for row in host_rows(table, value, 3))
+        odd = next((grid for grid in grids if grid.h % self.merge or grid.w % self.merge), None)
+        if odd is not None:
+            raise InputError(f"{table} has {tuple(odd)}; height and width must be multiples of {self.merge} patches")
+        return grids
+
+    def stock_output(self, features: Sequence[Tensor]) -> Any:
+        """`pooler_output` is a tuple, one tensor an item."""
+        return BaseModelOutputWithPooling(pooler_output=tuple(features))
+
+
+UNUSED_GRID = torch.zeros(1, 3, dtype=torch.int64)
+"""The tower reads its grids only for metadata that it was not given."""

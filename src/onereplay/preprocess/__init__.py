@@ -1,0 +1,141 @@
+"""From decoded images and videos to what a vision encoder takes: CPU tensors, under the names that transformers uses.
+
+Some model types, by the `model_type` of their configuration; others give what their processors give:
+
+    qwen2_5_vl  images: pixel_values [P, C*tp*p*p], image_grid_thw [N, 3]
+                a video: pixel_values_videos [P, C*tp*p*p], video_grid_thw [1, 3]
+    internvl    images: pixel_values [T, C, S, S], num_patches [N], the tiles of each image
+                a video: pixel_values [F, C, S, S], num_frames [1]; a frame is one tile
+    lfm2_vl     images: pixel_values [T, L, C*p*p], pixel_attention_mask [T, L], spatial_shapes [T, 2], num_tiles [N]
+
+    N images, P patches, T tiles of all images, F frames, L patches that a tile is padded to, C channels,
+    tp frames in a patch (2), p patch side and S tile side in pixels. Pixels are float32, sizes int64, the mask int32.
+
+The work is done by the image processors of transformers, one image at a time, so that an error names its image.
+`grid_of` gives the sizes alone: `onereplay plan` needs no pixels. Source: transformers 5.17 and 5.24, which agree in
+all of this.
+"""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any, cast
+
+from PIL import Image
+
+from onereplay.errors import InputError, UnsupportedModelError
+from onereplay.media import Video
+from onereplay.preprocess.family import Batch, Family, PixelLimits, VideoFamily, join, naming, rgb
+from onereplay.preprocess.processors import load_image_processor
+
+__all__ = ["PixelLimits", "grid_of", "load_image_processor", "preprocess_images", "preprocess_video"]
+
+FAMILIES: dict[str, str] = {
+    "internvl": "internvl:InternVL",
+    "lfm2_vl": "lfm2_vl:Lfm2VL",
+    "qwen2_5_vl": "qwen2_5_vl:Qwen25VL",
+}
+"""What preprocesses each model type: a file of this package and its class."""
+
+
+def preprocess_images(processor: Any, model_type: str, images: Sequence[Image.Image]) -> Batch:
+    """The tensors of a batch of images, in the order given; the module's docstring lists them.
+
+    Args:
+        processor: from `load_image_processor`.
+        model_type: one of `qwen2_5_vl`, `internvl`, `lfm2_vl`.
+        images: decoded images, at least one.
+
+    Raises:
+        InputError: an image is refused; its index is named, and the others are not to blame.
+        UnsupportedModelError: the model type is not one of the three.
+    """
+    family = _family(model_type)
+    if not images:
+        raise InputError("no images; give at least one")
+    parts = []
+    for index, image in enumerate(images):
+        with naming(f"image {index}"):
+            parts.append(family.image(processor, rgb(image)))
+    return join(parts)
+
+
+def preprocess_video(
+    processor: Any, model_type: str, video: Video, *, pixel_limits: PixelLimits | None = None
+) -> Batch:
+    """The tensors of one video; the module's docstring lists them.
+
+    Qwen2.5-VL: each frame is resized within `pixel_limits` and turned into patches by the image processor; a patch of
+    the video takes its slices from consecutive frames, and the last frame is repeated to fill the last patch.
+    transformers has its video processor for torchvision only; this one way serves both cases, so that a video has the
+    same grid and the same tokens whatever is installed. The size rule is that of `Qwen2VLVideoProcessor`:
+    `smart_resize` of one frame, between the same limits by default, whatever the number of frames (its
+    `cap_pixels_per_frame` is off by default). One difference: transformers falls back to the limits of images where a
+    checkpoint publishes none for videos.
+
+    Args:
+        processor: the *image* processor, from `load_image_processor`.
+        model_type: `qwen2_5_vl` or `internvl`.
+        video: sampled frames of one size.
+        pixel_limits: for `qwen2_5_vl`; by default those that `Qwen2VLVideoProcessor` publishes, 128 to 768 tokens.
+
+    Raises:
+        InputError: the model takes images only, or a frame is refused; its index is named.
+        UnsupportedModelError: the model type is not one of the three.
+    """
+    return _video_family(model_type).video(processor, video, pixel_limits or PixelLimits())
+
+
+def grid_of(
+    processor: Any,
+    model_type: str,
+    width: int,
+    height: int,
+    *,
+    num_frames: int | None = None,
+    pixel_limits: PixelLimits | None = None,
+) -> Batch:
+    """The sizes that preprocessing gives for one image or video, without its pixels.
+
+    Args:
+        processor: from `load_image_processor`.
+        model_type: one of `qwen2_5_vl`, `internvl`, `lfm2_vl`.
+        width: pixels, as decoded.
+        height: pixels, as decoded.
+        num_frames: of a video, after sampling; None for an image.
+        pixel_limits: as for `preprocess_video`.
+
+    Returns:
+        The int64 entries of `preprocess_images` or `preprocess_video`: `image_grid_thw` or `video_grid_thw`;
+        `num_patches` or `num_frames`; `spatial_shapes` and `num_tiles`.
+
+    Raises:
+        InputError: the size is refused, or the model takes images only.
+        UnsupportedModelError: the model type is not one of the three.
+    """
+    if width < 1 or height < 1 or (num_frames is not None and num_frames < 1):
+        raise InputError(f"a size of {width}x{height} with {num_frames} frames; give at least 1 of each")
+    limits = pixel_limits or PixelLimits()
+    with naming(f"{'an image' if num_frames is None else 'a video'} of {width}x{height}"):
+        if num_frames is None:
+            return _family(model_type).image_grid(processor, width, height)
+        return _video_family(model_type).video_grid(processor, width, height, num_frames, limits)
+
+
+@functools.cache
+def _family(model_type: str) -> Family:
+    if model_type not in FAMILIES:
+        raise UnsupportedModelError(f"no preprocessing for model type {model_type!r}; there is {', '.join(FAMILIES)}")
+    module, _, name = FAMILIES[model_type].partition(":")
+    found: Family = getattr(importlib.import_module(f"{__name__}.{module}"), name)()
+    return found
+
+
+def _video_family(model_type: str) -> VideoFamily:
+    found = _family(model_type)
+    if not hasattr(found, "video"):
+        raise InputError(
+            f"{model_type} takes images only, as files; for videos of a model that takes them use its own processor "
+            f"and encode_inputs, or pass the frames as images if that is what you want"
+        )
+    return cast(VideoFamily, found)
