@@ -64,4 +64,4 @@ format: $(READY)
 	$(RUN) -m ruff format .
 
 bench: $(READY)
-	$(RUN) -m benchmarks.bench_one_replay --out benchmarks/results $(BENCH)
+	$(VENV)/bin/onereplay bench preset:qwen2_5_vl-7b --out benchmarks/results $(BENCH)

@@ -11,6 +11,7 @@
     ├── CapacityError           a batch was sent to a graph that cannot hold it: a bug, never an input
     ├── CaptureError            a forward cannot be recorded; names the operation and the line
     ├── ClosedError             the encoder was closed (also a RuntimeError)
+    ├── RankError               another rank of a data-parallel call failed; names it and its message
     └── MissingDependencyError  an optional package is absent; names the install line (also an ImportError)
 
 A message says what was asked, the value, what is allowed, and what to do about it.
@@ -59,6 +60,10 @@ class CaptureError(OnereplayError):
 
 class ClosedError(OnereplayError, RuntimeError):
     """The encoder was closed and its memory given back; make a new one."""
+
+
+class RankError(OnereplayError):
+    """Another rank of a data-parallel call failed, or was given another batch; the message has its rank and reason."""
 
 
 class MissingDependencyError(OnereplayError, ImportError):

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from onereplay import __version__
+from onereplay.cli.bench import bench
 from onereplay.cli.budgets import budgets
 from onereplay.cli.check import check
 from onereplay.cli.encode import encode
@@ -48,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (encode, plan, budgets, models, check):
+for command in (encode, plan, budgets, models, check, bench):
     app.command()(command)
 
 

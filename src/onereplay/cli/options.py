@@ -50,6 +50,8 @@ _CONFIG_FLAGS: Mapping[str, tuple[str, str]] = {
     "attention": ("NAME", "auto, fa2, fa4 or reference."),
     "backend": ("NAME", "auto, cuda or traced."),
     "optimize": ("NAME,...", "Exact rewrites by name; auto is all under CUDA graphs and none elsewhere."),
+    "features": ("NAME", "Of a tower that embeds images: embedding (auto) or rows."),
+    "tile_size": ("SIDE|HxW", "Pixels that graphs are captured for, for towers that take any size."),
 }
 """By option: how its value is written in help, and the help."""
 

@@ -90,11 +90,12 @@ Declaration = Rows | Offsets | Staged
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A result of `forward`: `(rows of the unit, *shape)` in the model's dtype."""
+    """A result of `forward`: `(rows of the unit, *shape)`, in the model's dtype unless it has its own."""
 
     name: str
     unit: Unit
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import functools
 import gc
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -96,20 +96,45 @@ class CudaGraphs:
         self._pools: list[Any] = [torch.cuda.graph_pool_handle()]
         """One, unless a capture broke; the last is in use."""
         self._stream = _side_stream(device)
+        self._guarded = False
 
     def capture(self, forward: Forward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
-        """Warm up outside the capture (library handles, workspaces, compiled kernels), then record."""
+        """Warm up outside the capture (library handles, workspaces, compiled kernels), then record.
+
+        The first capture runs under the guard, and again any that fails, so that the error names the operation.
+        """
+        if not self._guarded:
+            gc.collect()
+            self._guard(forward, inputs)
+            self._guarded = True
+        try:
+            return self._record(forward, inputs, outputs)
+        except RuntimeError as error:
+            self._guarded = False  # the next one collects what this one left, and is guarded again
+            if not isinstance(error, torch.OutOfMemoryError):
+                self._guard(forward, inputs)
+            raise
+
+    def _guard(self, forward: Forward, inputs: Sequence[Tensor]) -> None:
+        """Run once eagerly under the guard: under a dispatch mode PyTorch gives up compiling functions for good."""
+        with self._on_stream(), torch.compiler.set_stance("force_eager"), CaptureGuard():
+            forward(*inputs)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            # Under a dispatch mode PyTorch gives up compiling these functions for good, so the guarded run is eager.
-            with torch.compiler.set_stance("force_eager"), CaptureGuard():
-                forward(*inputs)
+            yield
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _record(self, forward: Forward, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Graph:
+        with self._on_stream():
             forward(*inputs)
         torch.cuda.synchronize(self._device)
-        gc.collect()
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        # A collection in a capture could free what must not be freed there: the objects of other graphs.
+        with _no_collection(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
             try:
                 _copy_results(forward(*inputs), outputs)
@@ -152,6 +177,17 @@ class CudaGraphs:
     def close(self) -> None:
         """Return the pool's memory to the device."""
         torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @functools.cache

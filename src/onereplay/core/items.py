@@ -38,8 +38,15 @@ class Item:
     """By path; a path that the item does not use is absent."""
     unsupported: str = ""
     """Why no captured graph can take this item (then it runs eagerly, with this as the reason); empty if one can."""
+    rows: int | None = None
+    """Rows of the item's result, where assembly adds some to the tokens (delimiters) or leaves some out."""
 
     @property
     def num_tokens(self) -> int:
         """Tokens over all paths."""
         return sum(size.tokens for size in self.sizes.values())
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the item's result."""
+        return self.num_tokens if self.rows is None else self.rows

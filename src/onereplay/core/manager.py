@@ -46,7 +46,9 @@ class _Path:
         self.staging = Staging(self.layouts, dtype, device)
         with torch.inference_mode(False):
             self.outputs = tuple(
-                torch.zeros(_most(output.unit, capacities), *output.shape, dtype=dtype, device=device)
+                torch.zeros(
+                    _most(output.unit, capacities), *output.shape, dtype=output.dtype or dtype, device=device
+                )
                 for output in spec.outputs
             )
         self.graphs: dict[Capacity, _Captured] = {}
@@ -62,7 +64,7 @@ class _Path:
 
     def poison(self) -> None:
         for tensor in (*self.block.staged.values(), *self.outputs):
-            tensor.fill_(torch.nan)
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
         self.block.metadata.fill_(255)
 
     def owns(self, tensor: Tensor) -> bool:

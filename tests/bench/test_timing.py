@@ -4,7 +4,8 @@ import gc
 
 import pytest
 import torch
-from benchmarks.timing import MAX_WARMUP, MIN_REPEATS, Card, Spread, card, measure
+
+from onereplay.bench.timing import MAX_WARMUP, MIN_REPEATS, Card, Spread, card, measure
 
 CPU = torch.device("cpu")
 

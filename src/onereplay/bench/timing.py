@@ -28,7 +28,7 @@ import torch
 
 MIN_REPEATS = 5
 MAX_WARMUP = 5
-_REPOSITORY = Path(__file__).parent.parent
+_REPOSITORY = Path(__file__).parent
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import Card, Spread
+from onereplay.bench.timing import Card, Spread
 
 NOTHING = "-"
 """A cell without a value."""
@@ -50,11 +50,15 @@ def error(value: float | None) -> str:
     return NOTHING if value is None else f"{100 * value:#.3g}%"
 
 
-def write(directory: Path, what: str, card: Card, data: Any, page: str) -> list[Path]:
-    """Write `<what>_<gpu>_<date>.json` and the page beside it; results of the same day and device are replaced."""
+def stem(what: str, card: Card) -> str:
+    """`<what>_<gpu>_<date>`."""
+    return f"{what}_{card.device_slug}_{card.date}"
+
+
+def write(directory: Path, name: str, data: Any, page: str) -> list[Path]:
+    """Write `<name>.json` and the page beside it; results of the same name are replaced."""
     directory.mkdir(parents=True, exist_ok=True)
-    stem = f"{what}_{card.device_slug}_{card.date}"
-    contents = {directory / f"{stem}.json": json.dumps(data, indent=1) + "\n", directory / f"{stem}.md": page}
+    contents = {directory / f"{name}.json": json.dumps(data, indent=1) + "\n", directory / f"{name}.md": page}
     for path, text in contents.items():
         path.write_text(text, encoding="utf-8")
     return list(contents)

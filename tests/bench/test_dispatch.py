@@ -3,7 +3,10 @@
 from itertools import pairwise
 
 import pytest
-from benchmarks.dispatch import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onereplay.bench.dispatch import (
     RULES,
     Rule,
     SubBatch,
@@ -14,9 +17,6 @@ from benchmarks.dispatch import (
     power_of_two_rule,
     smallest_budget,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-
 from onereplay.core.budgets import token_budgets
 
 BUDGETS = {

@@ -1,1 +1,0 @@
-"""Measurements: one question a script, one clock for all. See README.md."""

@@ -1,0 +1,1 @@
+"""What encoders cost, side by side in one process: `onereplay bench`."""

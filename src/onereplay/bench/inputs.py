@@ -1,0 +1,173 @@
+"""Batches that a benchmark encodes: shapes as integers, and tensors of those shapes.
+
+Three workloads that others can repeat, from the model's configuration alone:
+
+* `single`: the fewest items of exactly so many tokens, one batch a count;
+* `mix-v1`: 2,000 batches from `random.Random(0)`. A batch draws its size from 1, 1, 1, 1, 2, 2, 4, 4, 8, 16, 32, then
+  for each image its height and its width, uniform in 224 to 2,048 pixels; batches over 16,384 tokens are left out;
+* `mix-log`: the same with sides log-uniform;
+* `videos`: one clip a batch of 2 to 64 temporal patches of 16x16 patches.
+
+An image of `height x width` pixels becomes patches the way processors do it: sides rounded to whole merged units,
+shrunk to the model's longest sequence where it has one; for tiles, one a `side x side` pixels, at most 12, and a
+thumbnail where there is more than one.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from onereplay.adapters.base import Adapter
+from onereplay.core.items import Modality
+from onereplay.geometry import Grid
+
+MIX_SIZES = (1, 1, 1, 1, 2, 2, 4, 4, 8, 16, 32)
+MIX_BATCHES = 2000
+MIX_SIDES = (224, 2048)
+MIX_MAX_TOKENS = 16_384
+MAX_TILES = 12
+CLIP_FRAMES = (2, 4, 8, 16, 32, 64)
+CLIP_SIDE = 16
+WORKLOADS = ("single", "mix-v1", "mix-log", "videos")
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One batch as integers."""
+
+    name: str
+    items: tuple[tuple[Grid, ...], ...]
+    """For each item its grids: one, or one a tile."""
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """Of all items, in order."""
+        return tuple(grid for item in self.items for grid in item)
+
+
+def workload(name: str, adapter: Adapter[Any], token_counts: Sequence[int], limit: int | None = None) -> list[Shape]:
+    """The batches of a workload.
+
+    Args:
+        name: one of `WORKLOADS`.
+        adapter: the model.
+        token_counts: for `single`.
+        limit: the first so many batches only.
+    """
+    match name:
+        case "single":
+            found = list({shape.items: shape for shape in (sized(adapter, count) for count in token_counts)}.values())
+        case "mix-v1":
+            found = _mix(adapter, lambda draw: draw.randint(*MIX_SIDES))
+        case "mix-log":
+            found = _mix(adapter, lambda draw: round(math.exp(draw.uniform(*map(math.log, MIX_SIDES)))))
+        case _:
+            found = _videos(adapter)
+    return found[:limit]
+
+
+def sized(adapter: Adapter[Any], tokens: int) -> Shape:
+    """The fewest items of this many tokens on the model's first path; of a model of tiles, of whole tiles."""
+    path = next(iter(adapter.paths()))
+    unit = adapter.unit(path)
+    whole = max(tokens // unit, 1) * unit
+    _, grids = adapter.layouts(path, whole, tokens)[0]
+    if adapter.engine == "tiles":
+        return Shape(f"{whole:,}", tuple((Grid(1, 1, 1),) * count for count in _portions(len(grids), MAX_TILES)))
+    return Shape(f"{whole:,}", tuple((grid,) for grid in grids))
+
+
+def picture(adapter: Adapter[Any], height: int, width: int) -> tuple[Grid, ...]:
+    """An image of this many pixels, as its grids; see the module."""
+    if adapter.engine == "tiles":
+        sides: tuple[int, ...] = adapter.tile_shape[1:]  # type: ignore[attr-defined]
+        down, across = (max(1, round(pixels / side)) for pixels, side in zip((height, width), sides, strict=True))
+        tiles = min(down * across, MAX_TILES)
+        return (Grid(1, 1, 1),) * (tiles + (tiles > 1))
+    merge = int(adapter.merge)  # type: ignore[attr-defined]
+    unit = int(adapter.config.vision_config.patch_size) * merge
+    most: int | None = adapter.max_sequence_patches  # type: ignore[attr-defined]
+    down, across = max(1, round(height / unit)), max(1, round(width / unit))
+    if most is not None and down * across * merge**2 > most:
+        shrink = math.sqrt(most / merge**2 / (down * across))
+        down, across = max(1, int(down * shrink)), max(1, int(across * shrink))
+    return (Grid(1, down * merge, across * merge),)
+
+
+def mixed_sides(side: Callable[[random.Random], int]) -> Iterator[list[tuple[int, int]]]:
+    """Height and width of each image of each batch of a mix, endlessly."""
+    draw = random.Random(0)
+    while True:
+        yield [(side(draw), side(draw)) for _ in range(draw.choice(MIX_SIZES))]
+
+
+def _mix(adapter: Adapter[Any], side: Callable[[random.Random], int]) -> list[Shape]:
+    found: list[Shape] = []
+    for batch, _ in zip(mixed_sides(side), range(MIX_BATCHES), strict=False):
+        shape = Shape(f"{len(found)}", tuple(picture(adapter, *sides) for sides in batch))
+        if num_tokens(adapter, shape) <= MIX_MAX_TOKENS:
+            found.append(shape)
+    return found
+
+
+def _videos(adapter: Adapter[Any]) -> list[Shape]:
+    if Modality.VIDEO not in adapter.modalities or adapter.engine == "tiles":
+        return []
+    side = CLIP_SIDE // int(adapter.merge) * int(adapter.merge)  # type: ignore[attr-defined]
+    return [Shape(f"{frames} frames", ((Grid(frames, side, side),),)) for frames in CLIP_FRAMES]
+
+
+def _portions(total: int, most: int) -> list[int]:
+    full, rest = divmod(total, most)
+    return [most] * full + [rest] * (rest > 0)
+
+
+def num_tokens(adapter: Adapter[Any], shape: Shape) -> int:
+    """Tokens of the batch on the model's first path."""
+    path = next(iter(adapter.paths()))
+    if adapter.engine == "tiles":
+        return adapter.unit(path) * len(shape.grids)
+    return sum(adapter.size(grid).tokens for grid in shape.grids)  # type: ignore[attr-defined]
+
+
+def processor_outputs(adapter: Adapter[Any], shape: Shape, dtype: torch.dtype) -> Inputs:
+    """What the model's processor would return: on the CPU, pixels in float32 from a fixed seed, rounded to `dtype`."""
+    inputs: Inputs = dict(adapter.example_inputs(shape.grids, torch.Generator().manual_seed(0)))
+    inputs = {name: value.to(dtype).float() if _holds_pixels(value) else value for name, value in inputs.items()}
+    if adapter.engine == "tiles":
+        inputs["num_patches"] = [len(item) for item in shape.items]
+    return inputs
+
+
+def with_pixels_on(inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Inputs:
+    """The same inputs with pixels on the device, in the encoder's dtype; everything else stays on the CPU."""
+    return {name: value.to(device, dtype) if _holds_pixels(value) else value for name, value in inputs.items()}
+
+
+def stock_calls(
+    adapter: Adapter[Any], inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> list[tuple[str, Inputs]]:
+    """The stock methods that encode these inputs, with their arguments, all on the device."""
+    return [
+        (
+            name,
+            {
+                p: inputs[p].to(device, dtype if _holds_pixels(inputs[p]) else None)
+                for p in parameters
+                if isinstance(inputs.get(p), Tensor)
+            },
+        )
+        for name, parameters in adapter.entry_points.items()
+        if parameters[0] in inputs
+    ]
+
+
+def _holds_pixels(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
