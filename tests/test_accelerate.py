@@ -7,8 +7,10 @@ exactly: with random weights the first and second logit are far further apart th
 import copy
 import functools
 import inspect
+import itertools
 import logging
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from onereplay import EncoderCudaGraphConfig
 from onereplay.acceleration import Accelerated, accelerate
@@ -28,12 +31,10 @@ from onereplay.errors import ConfigError, InputError, OnereplayError, Unsupporte
 from onereplay.geometry import Grid
 from onereplay.loading import random_weights_
 from onereplay.presets import get_preset, hf_config
+from tests.adapters.conftest import tiny_preset
 
-TINY = {"qwen2_5_vl": "qwen2_5_vl-7b@tiny", "internvl": "internvl3-8b@tiny", "lfm2_vl": "lfm2_vl-450m@tiny"}
-CONFIG = EncoderCudaGraphConfig(token_budgets=(64,))
-"""Traced on first use."""
-POOLED: dict[str, type] = {"qwen2_5_vl": tuple, "internvl": Tensor, "lfm2_vl": list}
-"""The type of `pooler_output` in transformers."""
+CONFIG = EncoderCudaGraphConfig(token_budgets=(64, 432))
+"""Traced on first use. The second is for models whose three smallest images do not fit the first."""
 TEXT, START, END, IMAGE, VIDEO = 7, 60, 61, 62, 63
 """Token ids of the presets' stand-in vocabulary."""
 
@@ -43,7 +44,7 @@ TEXT, START, END, IMAGE, VIDEO = 7, 60, 61, 62, 63
 
 def whole_model(model_type: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A tiny `...ForConditionalGeneration`; every weight is drawn from the seed."""
-    model = AutoModelForImageTextToText.from_config(hf_config(get_preset(TINY[model_type])), dtype=dtype).eval()
+    model = AutoModelForImageTextToText.from_config(hf_config(get_preset(tiny_preset(model_type))), dtype=dtype).eval()
     random_weights_(model, tuple(name for name, _ in model.named_children()), seed)
     return model
 
@@ -51,8 +52,11 @@ def whole_model(model_type: str, seed: int = 0, dtype: torch.dtype = torch.float
 def pixel_inputs(model: Any, grids: Sequence[Grid] | None = None, seed: int = 0) -> dict[str, Tensor]:
     """Random pixels and sizes of several images, under the names of the stock entry point."""
     adapter = adapter_for(model)
+    m = getattr(adapter, "merge", 1)
     grids = grids or (
-        [Grid(1, 4, 6), Grid(1, 8, 8), Grid(1, 2, 2)] if adapter.engine == "packed" else [Grid(1, 1, 1)] * 3
+        [Grid(1, 2 * m, 3 * m), Grid(1, 4 * m, 4 * m), Grid(1, m, m)]
+        if adapter.engine == "packed"
+        else [Grid(1, 0, 0) if adapter.engine == "multi-path" else Grid(1, 1, 1)] * 3
     )
     return adapter.example_inputs(grids, torch.Generator().manual_seed(seed))
 
@@ -63,10 +67,10 @@ def prompt(model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     ids = [5, 6]
     for item in adapter.batch(**inputs).items:
         placeholder = IMAGE if item.modality.value == "image" else VIDEO
-        ids += [START, *[placeholder] * item.num_tokens, END, TEXT]
+        ids += [START, *[placeholder] * item.num_rows, END, TEXT]
     input_ids = torch.tensor([ids])
     found = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids), **inputs}
-    if adapter.model_type == "qwen2_5_vl":
+    if "mm_token_type_ids" in inspect.signature(model.forward).parameters:
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
     return found
 
@@ -83,15 +87,39 @@ def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> list[int]
 
 
 def rows_of(output: Any) -> Tensor:
-    """All rows of a `pooler_output`, whatever its type."""
-    return torch.cat([rows.reshape(-1, rows.shape[-1]) for rows in output.pooler_output])
+    """All rows of an output, whatever the type of its `pooler_output`."""
+    return torch.cat([rows.reshape(-1, rows.shape[-1]) for rows in pooled(output)])
+
+
+def pooled(output: Any) -> Any:
+    """`pooler_output`, or what the model goes on with where there is none (Llama 4)."""
+    return output.last_hidden_state if output.pooler_output is None else output.pooler_output
+
+
+def base_of(model: Any) -> Any:
+    """The model that has the entry points: the base model where there is one."""
+    return adapter_for(model).model
+
+
+def entry(model: Any) -> Any:
+    """The outer class if it passes the entry points on (DeepSeek-VL's does not), else the base model."""
+    return model if hasattr(model, "get_image_features") else base_of(model)
+
+
+def of_stock(call: Callable[[], Any]) -> Any:
+    """What the stock model gives; a test is skipped where it fails by itself: the Llama 4 of transformers 5.24 reads a
+    field that its language model's output lacks."""
+    try:
+        return call()
+    except (AttributeError, IndexError) as error:
+        pytest.skip(f"this transformers cannot do it: {error!r}")
 
 
 def features(model: Any, inputs: dict[str, Tensor], **options: Any) -> Any:
     """`get_image_features` of the inputs, or `get_video_features` where they are a video's."""
     kind = "video" if "pixel_values_videos" in inputs else "image"
     with torch.no_grad():
-        return getattr(model, f"get_{kind}_features")(**inputs, **options)
+        return getattr(entry(model), f"get_{kind}_features")(**inputs, **options)
 
 
 def assert_close(found: Tensor, expected: Tensor) -> None:
@@ -100,14 +128,21 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 def num_replays(handle: Accelerated) -> int:
-    return sum(handle.report().replays["vision"].values())
+    return sum(sum(counts.values()) for counts in handle.report().replays.values())
 
 
 def num_eager(handle: Accelerated) -> dict[str, int]:
-    return handle.report().eager["vision"]
+    """By reason; of the path that every item uses."""
+    return next(iter(handle.report().eager.values()))
 
 
-@pytest.fixture(scope="module", params=sorted(ADAPTERS))
+def generates(model_type: str) -> bool:
+    """Whether transformers has a whole model around this encoder; towers, and models of our own, have none."""
+    config = hf_config(get_preset(tiny_preset(model_type)))
+    return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+@pytest.fixture(scope="module", params=sorted(filter(generates, ADAPTERS)))
 def model_type(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -135,15 +170,16 @@ def test_generate_gives_the_same_tokens_and_the_encoder_was_replayed(
 ) -> None:
     model, handle = shared
     inputs = pixel_inputs(stock)
+    expected = of_stock(lambda: generate(stock, inputs))
     before = num_replays(handle), handle.report().items
-    found = generate(model, inputs)
-    assert found == generate(stock, inputs)
+    assert generate(model, inputs) == expected
     assert (num_replays(handle), handle.report().items) == (before[0] + 1, before[1] + 3)
 
 
 def test_beams_and_a_text_of_no_pictures_give_the_same_tokens(stock: Any, shared: tuple[Any, Accelerated]) -> None:
     model, handle = shared
     inputs = pixel_inputs(stock)
+    of_stock(lambda: generate(stock, inputs))
     assert generate(model, inputs, num_beams=3) == generate(stock, inputs, num_beams=3)
     before = handle.report()
     text = torch.tensor([[5, 6, TEXT]])
@@ -159,8 +195,9 @@ def test_beams_and_a_text_of_no_pictures_give_the_same_tokens(stock: Any, shared
 def test_a_batch_over_the_largest_budget_runs_eagerly_and_gives_the_same_tokens(model_type: str, stock: Any) -> None:
     model = whole_model(model_type)
     inputs = pixel_inputs(stock)
+    expected = of_stock(lambda: generate(stock, inputs))
     with accelerate(model, EncoderCudaGraphConfig(token_budgets=(8,))) as handle:
-        assert generate(model, inputs) == generate(stock, inputs)
+        assert generate(model, inputs) == expected
         assert sum(num_eager(handle).values()) == 1
         assert num_replays(handle) == 0
 
@@ -179,8 +216,9 @@ def test_the_logits_of_a_forward_are_those_of_the_stock_model(stock: Any, shared
     model, _ = shared
     given, other = (prompt(stock, pixel_inputs(stock, seed=seed)) for seed in (0, 1))
     with torch.no_grad():
+        expected = of_stock(lambda: stock(**given).logits)
         found = model(**given).logits
-        assert_close(found, stock(**given).logits)
+        assert_close(found, expected)
         difference = (found - model(**other).logits).abs().max()
     assert difference > 0.1 * found.abs().max(), "what is generated depends on the pictures"
 
@@ -194,13 +232,13 @@ def test_features_keep_their_type_shapes_and_values(
     model, handle = shared
     inputs = pixel_inputs(stock)
     before = num_replays(handle)
-    found, expected = features(model.model, inputs), features(stock.model, inputs)
+    found, expected = features(base_of(model), inputs), features(base_of(stock), inputs)
     assert num_replays(handle) == before + 1
     assert isinstance(found, BaseModelOutputWithPooling)
-    assert {type(found.pooler_output), type(expected.pooler_output)} == {POOLED[model_type]}
-    assert [rows.shape for rows in found.pooler_output] == [rows.shape for rows in expected.pooler_output]
+    assert type(pooled(found)) is type(pooled(expected))
+    assert [rows.shape for rows in pooled(found)] == [rows.shape for rows in pooled(expected)]
     assert_close(rows_of(found), rows_of(expected))
-    assert {rows.dtype for rows in found.pooler_output} == {torch.float32}
+    assert {rows.dtype for rows in pooled(found)} == {torch.float32}
 
 
 def test_video_features_keep_their_type_shapes_and_values() -> None:
@@ -225,7 +263,7 @@ def test_through_the_outer_class_too(stock: Any, shared: tuple[Any, Accelerated]
 def test_the_base_model_alone_can_be_accelerated(model_type: str, stock: Any) -> None:
     model = whole_model(model_type)
     inputs = pixel_inputs(stock)
-    with accelerate(model.model, CONFIG) as handle:
+    with accelerate(base_of(model), CONFIG) as handle:
         assert_close(rows_of(features(model, inputs)), rows_of(features(stock, inputs)))
         assert num_replays(handle) == 1
 
@@ -236,19 +274,22 @@ def test_positional_and_keyword_arguments_serve_alike(stock: Any, shared: tuple[
     names = list(adapter_for(stock).entry_points["get_image_features"])
     values = [inputs[name] for name in names]
     expected = rows_of(features(model, inputs))
-    before = num_replays(handle)
-    for count in range(len(values) + 1):
-        rest = dict(zip(names[count:], values[count:], strict=True))
-        with torch.no_grad():
-            for owner in (model, model.model):
+    before, calls = num_replays(handle), 0
+    for owner in (entry(model), base_of(model)):
+        order = inspect.signature(owner.get_image_features).parameters
+        leading = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(order, names, strict=False)))
+        for count in range(leading + 1):
+            rest = dict(zip(names[count:], values[count:], strict=True))
+            with torch.no_grad():
                 assert torch.equal(rows_of(owner.get_image_features(*values[:count], **rest)), expected)
-    assert num_replays(handle) == before + 2 * (len(values) + 1)
+            calls += 1
+    assert num_replays(handle) == before + calls >= before + 4
 
 
 def test_the_signature_stays(stock: Any, shared: tuple[Any, Accelerated]) -> None:
     model, handle = shared
     for name in handle.adapter.entry_points:
-        replaced, plain = getattr(model.model, name), getattr(stock.model, name)
+        replaced, plain = getattr(base_of(model), name), getattr(base_of(stock), name)
         assert inspect.signature(replaced) == inspect.signature(plain)
         assert replaced.__name__ == plain.__name__
 
@@ -272,7 +313,11 @@ def test_pixels_of_another_dtype_are_converted_as_before(
     model, _ = shared
     inputs = pixel_inputs(stock)
     inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
-    found, expected = features(model, inputs), features(stock, inputs)
+    try:
+        expected = features(stock, inputs)
+    except RuntimeError:
+        pytest.skip("transformers does not convert the pixels of this model")
+    found = features(model, inputs)
     assert_close(rows_of(found), rows_of(expected))
     assert rows_of(found).dtype == rows_of(expected).dtype
 
@@ -292,7 +337,7 @@ def test_results_are_the_callers_own(stock: Any, shared: tuple[Any, Accelerated]
     model, handle = shared
     first = rows_of(features(model, pixel_inputs(stock)))
     kept = first.clone()
-    output = features(model, pixel_inputs(stock, seed=1)).pooler_output
+    output = pooled(features(model, pixel_inputs(stock, seed=1)))
     assert not any(handle.manager.owns(rows) for rows in output)
     for rows in output:
         rows.fill_(torch.nan)
@@ -333,7 +378,9 @@ def test_a_call_that_asks_for_more_is_the_stock_call_counted_and_logged_once(
     try:
         with accelerate(model, CONFIG) as handle:
             for _ in range(2):
-                assert_same_output(features(model, inputs, **options), features(stock, inputs, **options))
+                # The base model's method: a head's may keep `return_dict` to itself (Mistral 3).
+                expected = of_stock(lambda: features(base_of(stock), inputs, **options))
+                assert_same_output(features(base_of(model), inputs, **options), expected)
             assert num_eager(handle) == {Reason.UNSUPPORTED_INPUT.value: 2}
             assert num_replays(handle) == 0
             (line,) = logged_reasons(caplog)
@@ -390,14 +437,14 @@ def test_in_training_with_gradients_the_stock_method_trains(
     model = whole_model(model_type).train()
     inputs = pixel_inputs(stock)
     with accelerate(model, CONFIG) as handle:
-        rows_of(model.get_image_features(**inputs)).square().sum().backward()
+        rows_of(entry(model).get_image_features(**inputs)).square().sum().backward()
         gradient = handle.adapter.weight.grad
         assert gradient is not None
         assert gradient.abs().max() > 0
         assert num_eager(handle) == {Reason.UNSUPPORTED_INPUT.value: 1}
         assert "the model is in training mode" in logged_reasons(caplog)[0]
         with torch.no_grad():
-            assert_close(rows_of(model.get_image_features(**inputs)), rows_of(features(stock, inputs)))
+            assert_close(rows_of(entry(model).get_image_features(**inputs)), rows_of(features(stock, inputs)))
         assert num_replays(handle) == 1
 
 
@@ -406,7 +453,7 @@ def test_a_gradient_of_the_pixels_is_not_cut_off(stock: Any, shared: tuple[Any, 
     model, _ = shared
     inputs = pixel_inputs(stock)
     inputs["pixel_values"].requires_grad_()
-    output = model.get_image_features(**inputs)
+    output = entry(model).get_image_features(**inputs)
     assert rows_of(output).requires_grad
 
 
@@ -428,7 +475,7 @@ def test_metadata_of_the_callers_own_is_the_stock_call() -> None:
 
 def assert_stock(model: Any) -> None:
     """The methods are the class's again, and nothing is left on the instance."""
-    base = model.model
+    base = base_of(model)
     assert not [name for name in vars(base) if "onereplay" in name]
     for name in adapter_for(model).entry_points:
         assert name not in vars(base)
@@ -460,15 +507,24 @@ def test_after_restore_the_model_can_be_copied_pickled_and_saved(model_type: str
     assert_same_output(features(copy.deepcopy(model), inputs), expected)
     assert_same_output(features(pickle.loads(pickle.dumps(model)), inputs), expected)
     model.save_pretrained(tmp_path)
-    assert_same_output(features(AutoModelForImageTextToText.from_pretrained(tmp_path).eval(), inputs), expected)
+    assert_same_model(AutoModelForImageTextToText.from_pretrained(tmp_path).eval(), stock)
 
 
 def test_meanwhile_the_model_can_be_saved(model_type: str, stock: Any, tmp_path: Path) -> None:
     model = whole_model(model_type)
     with accelerate(model, CONFIG):
         model.save_pretrained(tmp_path)
-    saved = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
-    assert_same_output(features(saved, pixel_inputs(stock)), features(stock, pixel_inputs(stock)))
+    assert_same_model(AutoModelForImageTextToText.from_pretrained(tmp_path).eval(), stock)
+
+
+def assert_same_model(saved: Any, stock: Any) -> None:
+    """The same weights bit for bit, and their features up to rounding: a file's weights may lie at odd addresses, where
+    PyTorch takes other kernels."""
+    weights, expected = saved.state_dict(), stock.state_dict()
+    assert list(weights) == list(expected)
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    inputs = pixel_inputs(stock)
+    assert_close(rows_of(features(saved, inputs)), rows_of(features(stock, inputs)))
 
 
 def test_a_deep_copy_taken_meanwhile_never_answers_with_the_originals_weights(model_type: str, stock: Any) -> None:
@@ -477,9 +533,9 @@ def test_a_deep_copy_taken_meanwhile_never_answers_with_the_originals_weights(mo
     inputs = pixel_inputs(stock)
     with accelerate(model, CONFIG):
         other = copy.deepcopy(model)
-        random_weights_(other.model, adapter_for(other).parts, seed=1)
+        random_weights_(base_of(other), adapter_for(other).parts, seed=1)
         expected = whole_model(model_type)
-        random_weights_(expected.model, adapter_for(expected).parts, seed=1)
+        random_weights_(base_of(expected), adapter_for(expected).parts, seed=1)
         assert_close(rows_of(features(other, inputs)), rows_of(features(expected, inputs)))
 
 
@@ -500,7 +556,7 @@ def test_restoring_again_does_nothing_not_even_to_a_later_handle(model_type: str
 def test_accelerating_twice_is_an_error_and_the_first_handle_works_on(model_type: str, stock: Any) -> None:
     model = whole_model(model_type)
     with accelerate(model, CONFIG) as handle:
-        for again in (model, model.model):
+        for again in (model, base_of(model)):
             with pytest.raises(OnereplayError, match=r"accelerated already; call restore\(\) on the first handle"):
                 accelerate(again, CONFIG)
         inputs = pixel_inputs(stock)
@@ -539,16 +595,16 @@ def test_an_exception_inside_a_call_leaves_the_handle_working(model_type: str, s
 
 def test_a_method_that_the_user_put_on_the_model_is_given_back(model_type: str) -> None:
     model = whole_model(model_type)
-    stock_method = model.model.get_image_features
+    stock_method = base_of(model).get_image_features
 
     @functools.wraps(stock_method)
     def counted(*args: Any, **kwargs: Any) -> Any:
         return stock_method(*args, **kwargs)
 
-    model.model.get_image_features = counted
+    base_of(model).get_image_features = counted
     with accelerate(model, CONFIG):
         pass
-    assert vars(model.model).get("get_image_features") is counted
+    assert vars(base_of(model)).get("get_image_features") is counted
 
 
 def test_refused_options_leave_the_model_as_it_was(model_type: str) -> None:
@@ -589,8 +645,8 @@ def test_the_report_prints_what_was_done(stock: Any, shared: tuple[Any, Accelera
     model, handle = shared
     features(model, pixel_inputs(stock))
     text = str(handle.report())
-    assert "replays (64:" in text
-    assert "captured vision: 1 budgets to 64 (traced)" in text
+    assert "replays (" in text
+    assert re.search(r"captured \w+: 2 budgets to \d+.* \(traced\)", text)
 
 
 def test_capturing_says_one_line(model_type: str, caplog: pytest.LogCaptureFixture) -> None:

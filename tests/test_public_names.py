@@ -17,15 +17,18 @@ import onereplay
 SOURCES = Path(onereplay.__file__).parent
 PUBLIC = {
     "Accelerated",
+    "DataParallelEncoder",
     "Encoded",
     "Encoder",
     "EncoderCudaGraphConfig",
     "EncoderCudaGraphManager",
     "SupportsEncoderCudaGraph",
     "VideoOptions",
+    "Wrapped",
     "__version__",
     "accelerate",
     "load_config",
+    "wrap",
 }
 """A name that goes is a breaking change: say so in the changelog before changing this."""
 OBJECTS = sorted(PUBLIC - {"__version__"})
@@ -39,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("adapters", "loading", "media", "presets"),
     ("preprocess",),
     ("encoder",),
-    ("acceleration", "checking"),
+    ("acceleration", "checking", "parallel", "wrapping"),
     ("cli", "offline", "server"),
 )
 """Lowest first. A module imports from its own layer and from those below."""

@@ -12,32 +12,40 @@ if TYPE_CHECKING:
     from onereplay.core.manager import EncoderCudaGraphManager
     from onereplay.core.protocol import SupportsEncoderCudaGraph
     from onereplay.encoder import Encoded, Encoder, VideoOptions
+    from onereplay.parallel import DataParallelEncoder
+    from onereplay.wrapping import Wrapped, wrap
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Accelerated": "onereplay.acceleration",
+    "DataParallelEncoder": "onereplay.parallel",
     "Encoded": "onereplay.encoder",
     "Encoder": "onereplay.encoder",
     "EncoderCudaGraphConfig": "onereplay.config",
     "EncoderCudaGraphManager": "onereplay.core.manager",
     "SupportsEncoderCudaGraph": "onereplay.core.protocol",
     "VideoOptions": "onereplay.encoder",
+    "Wrapped": "onereplay.wrapping",
     "accelerate": "onereplay.acceleration",
     "load_config": "onereplay.config",
+    "wrap": "onereplay.wrapping",
 }
 
 __all__ = [
     "Accelerated",
+    "DataParallelEncoder",
     "Encoded",
     "Encoder",
     "EncoderCudaGraphConfig",
     "EncoderCudaGraphManager",
     "SupportsEncoderCudaGraph",
     "VideoOptions",
+    "Wrapped",
     "__version__",
     "accelerate",
     "load_config",
+    "wrap",
 ]
 
 

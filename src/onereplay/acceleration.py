@@ -22,7 +22,7 @@ from onereplay.core.manager import EncoderCudaGraphManager
 from onereplay.core.plan import Reason
 from onereplay.core.stats import Report
 from onereplay.encoder import check_options
-from onereplay.errors import OnereplayError
+from onereplay.errors import OnereplayError, UnsupportedModelError
 
 
 class Accelerated:
@@ -31,10 +31,15 @@ class Accelerated:
     def __init__(self, model: Any, config: EncoderCudaGraphConfig) -> None:
         plain = adapter_for(model)
         check_options(plain, config, plain.device, plain.dtype)
+        if not plain.entry_points:
+            raise UnsupportedModelError(
+                f"{plain.model_type} has no stock method that gives features, so there is none to replace; use Encoder"
+            )
         self._base = plain.model
         if vars(self._base).get(_MARK) == id(self._base):  # a copy of an accelerated model has the mark of the first
             raise OnereplayError("this model is accelerated already; call restore() on the first handle")
         self.adapter = adapter_for(model, config)
+        self.adapter.as_stock = True
         self.manager: EncoderCudaGraphManager[Any] = EncoderCudaGraphManager(self.adapter, config)
         try:
             self.manager.capture()
@@ -47,23 +52,30 @@ class Accelerated:
         for name in ("vision_feature_layer", "vision_feature_select_strategy"):
             if hasattr(self.adapter.config, name):
                 self._plain[name] = getattr(self.adapter.config, name)
-        self._before = {name: vars(self._base).get(name) for name in self.adapter.entry_points}
+        self._plain |= self.adapter.stock_arguments
+        self._before = {name: vars(owner).get(leaf) for name, (owner, leaf) in self._owners().items()}
         """The model's own instance attributes of those names, if it had any."""
-        for name, parameters in self.adapter.entry_points.items():
-            setattr(self._base, name, self._replacement(name, parameters))
+        for name, (owner, leaf) in self._owners().items():
+            setattr(owner, leaf, self._replacement(owner, leaf, self.adapter.entry_points[name]))
         setattr(self._base, _MARK, id(self._base))
         self._restored = False
 
-    def _replacement(self, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+    def _owners(self) -> dict[str, tuple[Any, str]]:
+        """For each entry point the module that has it, the base model or one in it, and its name there."""
+        parts = {name: name.rpartition(".") for name in self.adapter.entry_points}
+        return {name: (self._base.get_submodule(path), leaf) for name, (path, _, leaf) in parts.items()}
+
+    def _replacement(self, owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
         """A method of the model in place of the stock one. A copy of the model has it too, and then goes to its own."""
-        stock = getattr(self._base, name)
+        stock = getattr(owner, name)
         signature = inspect.signature(stock)
 
         def features(base: Any, *args: Any, **kwargs: Any) -> Any:
-            if base is not self._base:
+            if base is not owner:
                 return getattr(type(base), name)(base, *args, **kwargs)
             given = dict(signature.bind(*args, **kwargs).arguments)
-            others = {**given.pop("kwargs", {}), **{k: v for k, v in given.items() if k not in parameters}}
+            given |= given.pop("kwargs", {})
+            others = {k: v for k, v in given.items() if k not in parameters}
             why = self._needs_stock(given.get(parameters[0]), others)
             if why:
                 self.manager.count_outside(Reason.UNSUPPORTED_INPUT, why)
@@ -75,7 +87,7 @@ class Accelerated:
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         # `generate` reads it to tell which inputs the method takes.
         features.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
-        return MethodType(features, self._base)
+        return MethodType(features, owner)
 
     def _needs_stock(self, pixels: Any, others: Mapping[str, Any]) -> str:
         """Why a call cannot be served by features alone; empty if it can."""
@@ -104,10 +116,11 @@ class Accelerated:
         if self._restored:
             return
         self._restored = True
-        for name, before in {**self._before, _MARK: None}.items():
-            vars(self._base).pop(name, None)
-            if before is not None:
-                vars(self._base)[name] = before
+        vars(self._base).pop(_MARK, None)
+        for name, (owner, leaf) in self._owners().items():
+            vars(owner).pop(leaf, None)
+            if self._before[name] is not None:
+                vars(owner)[leaf] = self._before[name]
         self.manager.close()
         self.adapter.rewritten.restore()
 

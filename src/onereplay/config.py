@@ -21,6 +21,7 @@ DEFAULT_MAX_ITEMS = 64
 
 ATTENTION_BACKENDS = ("auto", "fa2", "fa4", "reference")
 GRAPH_BACKENDS = ("auto", "cuda", "traced")
+FEATURES = ("auto", "embedding", "rows")
 REWRITES = ("patch_embedding", "aligned_mlp", "compiled_blocks")
 """Names of the exact rewrites in `onereplay.optimize`."""
 
@@ -42,6 +43,10 @@ class EncoderCudaGraphConfig:
         backend: `auto` (CUDA graphs on a CUDA device, traced graphs elsewhere), `cuda` or `traced`.
         optimize: names of the exact rewrites of `onereplay.optimize` to apply; `None` is all of them under CUDA graphs
             and none elsewhere, an empty list is none.
+        features: what a tower that embeds whole images gives: `embedding`, one row an image as the stock module pools
+            it, or `rows`, its last hidden state. `auto` is the embedding where there is one. Other models give rows.
+        tile_size: the size in pixels, a side or (height, width), that graphs are captured for, for towers that take
+            images of any size (DINOv2, DINOv3); by default what the published image processor makes.
 
     Raises:
         ConfigError: a value is refused; the message names the option, the value, the rule and the fix.
@@ -54,6 +59,8 @@ class EncoderCudaGraphConfig:
     attention: str = "auto"
     backend: str = "auto"
     optimize: tuple[str, ...] | None = None
+    features: str = "auto"
+    tile_size: int | tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_token_budget", "max_items_per_batch", "max_frames_per_batch"):
@@ -70,6 +77,14 @@ class EncoderCudaGraphConfig:
         _one_of("backend", self.backend, GRAPH_BACKENDS)
         if self.optimize is not None:
             self._set("optimize", _rewrites(self.optimize))
+        _one_of("features", self.features, FEATURES)
+        if self.tile_size is not None:
+            self._set("tile_size", _sides(self.tile_size))
+
+    @property
+    def tile_sides(self) -> tuple[int, int] | None:
+        """Height and width of `tile_size`."""
+        return None if self.tile_size is None else _sides(self.tile_size)
 
     @property
     def items_bound(self) -> int:
@@ -178,12 +193,14 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _parse(name: str, text: str) -> Any:
     """The value that text of a flag, variable or file stands for."""
-    if name in ("attention", "backend"):
+    if name in ("attention", "backend", "features"):
         return text.strip()
     if text.strip().lower() == "none":
         return () if name == "optimize" else None
     if name == "optimize" and text.strip().lower() == "auto":
         return None
+    if name == "tile_size":
+        return tuple(_integer(name, part) for part in text.lower().split("x"))
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if name == "optimize":
         return tuple(parts)
@@ -197,6 +214,15 @@ def _integer(name: str, text: str) -> int:
         return int(text.strip())
     except ValueError:
         raise ConfigError(f"{name}={text!r} is not an integer; give a positive integer") from None
+
+
+def _sides(size: object) -> tuple[int, int]:
+    """A size of one or two sides as height and width."""
+    sides = tuple(size) if isinstance(size, tuple | list) else (size,)
+    if len(sides) not in (1, 2):
+        raise ConfigError(f"tile_size={size!r} is no size; give a side such as 518, or height and width")
+    height, width = (budgets.positive("tile_size", side) for side in (sides[0], sides[-1]))
+    return height, width
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

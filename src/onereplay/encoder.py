@@ -24,7 +24,7 @@ from onereplay.attention import resolve_backend
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.budgets import positive
 from onereplay.core.graphs import backend_name
-from onereplay.core.items import Item
+from onereplay.core.items import Item, Modality
 from onereplay.core.manager import EncoderCudaGraphManager
 from onereplay.core.plan import Capacity, Plan, batches
 from onereplay.core.stats import Report
@@ -93,6 +93,10 @@ class Preprocessor:
             InputError: the encoder was made without one.
             MissingDependencyError: it needs torchvision, which is absent.
         """
+        if self._given is None or isinstance(self._given, str | os.PathLike | Mapping):
+            own = preprocess.own_processor(self.adapter.model_type, self.adapter.config, self._given)
+            if own is not None:
+                return own
         if self._given is None:
             raise InputError(
                 "this encoder has no image processor; give Encoder(model, processor=...) one, or preprocess yourself "
@@ -110,6 +114,7 @@ class Preprocessor:
             MediaError: the source cannot be read.
             InputError: the model does not take it.
         """
+        self._assert_pictures()
         model_type = self.adapter.model_type
         if media.classify(source) == "image":
             image = media.load_image(source, allow_urls=allow_urls)
@@ -118,12 +123,21 @@ class Preprocessor:
         clip = media.load_video(source, fps=video.fps, max_frames=video.max_frames, allow_urls=allow_urls)
         return self.adapter.batch(**preprocess.preprocess_video(self.processor, model_type, clip))
 
+    def _assert_pictures(self) -> None:
+        """Recordings are not read here."""
+        if self.adapter.modalities == (Modality.AUDIO,):
+            raise InputError(
+                f"{self.adapter.model_type} takes recordings, and files of audio are not read here: load the samples "
+                f"yourself, call the model's feature extractor, and give encode_inputs its input_features"
+            )
+
     def item(self, source: Source, video: VideoOptions | None = None) -> tuple[Item, str]:
         """The item that a source would be, and its size for print. Reads headers; decodes at most one frame.
 
         Raises:
             MediaError, InputError: as `batch`.
         """
+        self._assert_pictures()
         if media.classify(source) == "image":
             width, height = media.image_size(source)
             frames, text = None, f"{width}x{height}"
@@ -209,12 +223,7 @@ class Encoder:
             UnsupportedModelError, ConfigError: as the class; raised before a weight is loaded.
         """
         config = config or EncoderCudaGraphConfig()
-        model_config = loading.load_config(source, revision=revision)
-        found = adapter_class(model_config.model_type)
-        device, dtype = _placement(device, dtype)
-        check_options(found(model_config), config, device, dtype)
-        with torch.inference_mode(False):
-            model = loading.load_vision_model(source, device=device, dtype=dtype, parts=found.parts, revision=revision)
+        model = _checkpoint_model(source, device, dtype, config, revision)
         return cls(model, config, processor=os.fspath(source), revision=revision)
 
     @classmethod
@@ -237,15 +246,8 @@ class Encoder:
             ConfigError: the preset is unknown.
         """
         config = config or EncoderCudaGraphConfig()
-        preset = presets.get_preset(name)
-        model_config = presets.hf_config(preset)
-        found = adapter_class(preset.model_type)
-        device, dtype = _placement(device, dtype)
-        check_options(found(model_config), config, device, dtype)
-        with torch.inference_mode(False):
-            model = loading.vision_model(model_config, device=device, dtype=dtype, parts=found.parts)
-            loading.random_weights_(model, found.parts, seed)
-        return cls(model, config, processor=preset.processor)
+        model = _preset_model(name, device, dtype, config, seed)
+        return cls(model, config, processor=presets.get_preset(name).processor)
 
     # ------------------------------------------------------------------ encode
 
@@ -393,6 +395,56 @@ class Encoder:
         self.close()
 
 
+def load_model(
+    spec: str,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    config: EncoderCudaGraphConfig | None = None,
+) -> Any:
+    """The vision modules of a checkpoint or a preset as a stock base model, without an encoder on it.
+
+    Raises:
+        ConfigError, CheckpointError, UnsupportedModelError: as `Encoder.from_spec`.
+    """
+    config = config or EncoderCudaGraphConfig()
+    if spec.startswith(presets.PREFIX):
+        return _preset_model(spec.removeprefix(presets.PREFIX), device, dtype, config, seed=0)
+    return _checkpoint_model(spec, device, dtype, config, None)
+
+
+def _checkpoint_model(
+    source: str | os.PathLike[str],
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    config: EncoderCudaGraphConfig,
+    revision: str | None,
+) -> Any:
+    model_config = loading.load_config(source, revision=revision)
+    found = adapter_class(model_config.model_type)
+    device, dtype = _placement(device, dtype)
+    check_options(found(model_config), config, device, dtype)
+    with torch.inference_mode(False):
+        return loading.load_vision_model(source, device=device, dtype=dtype, parts=found.parts, revision=revision)
+
+
+def _preset_model(
+    name: str,
+    device: str | torch.device | None,
+    dtype: torch.dtype | None,
+    config: EncoderCudaGraphConfig,
+    seed: int,
+) -> Any:
+    preset = presets.get_preset(name)
+    model_config = presets.hf_config(preset)
+    found = adapter_class(preset.model_type)
+    device, dtype = _placement(device, dtype)
+    check_options(found(model_config), config, device, dtype)
+    with torch.inference_mode(False):
+        model = loading.vision_model(model_config, device=device, dtype=dtype, parts=found.parts)
+        loading.random_weights_(model, found.parts, seed)
+    return model
+
+
 def planner(
     spec: str, config: EncoderCudaGraphConfig, revision: str | None = None
 ) -> tuple[Preprocessor, dict[str, Sequence[Capacity]]]:
@@ -408,6 +460,7 @@ def planner(
     else:
         model_config, processor = loading.load_config(spec, revision=revision), spec
     adapter = adapter_class(model_config.model_type)(model_config)
+    adapter.configure(config)
     capacities = {path: adapter.capacities(path, config) for path in adapter.paths()}
     return Preprocessor(adapter, processor, revision), capacities
 
@@ -421,6 +474,7 @@ def check_options(
         ConfigError: a cap below one item, a back end that the device does not have, or a dtype that it cannot take.
         MissingDependencyError: an attention back end that is not installed.
     """
+    adapter.configure(config)
     for path in adapter.paths():
         adapter.capacities(path, config)
     backend_name(config.backend, device)

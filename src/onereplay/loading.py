@@ -20,7 +20,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,14 +63,19 @@ def vision_model(
         config: of the whole model; it is copied.
         device: where the parts live.
         dtype: of the parts' floating-point parameters.
-        parts: names of sub-modules of the base model, such as `("vision_tower", "multi_modal_projector")`.
+        parts: names of sub-modules of the base model, such as `("vision_tower", "multi_modal_projector")`, and of
+            parameters that it holds itself; `("",)` is all of it.
 
     Raises:
         UnsupportedModelError: transformers has no base model for `config`, or the model has no such part.
     """
     model = _on_meta(_base_class(config), copy.deepcopy(config), dtype)
     for name in parts:
-        _materialize(_part(model, name), name, torch.device(device), dtype)
+        if name in model._parameters:
+            empty = torch.empty(model._parameters[name].shape, dtype=dtype, device=device)
+            model._parameters[name] = nn.Parameter(empty)
+        else:
+            _materialize(_part(model, name), name, torch.device(device), dtype)
     _drop_all_but(model, parts)
     return model.eval().requires_grad_(False)
 
@@ -129,6 +134,18 @@ def _part(model: nn.Module, name: str) -> nn.Module:
         raise UnsupportedModelError(f"{type(model).__name__} has no part {name!r}; it has {children}") from err
 
 
+def _parameters(model: nn.Module, part: str) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of a part by their full names; a part may be a parameter of the base model itself."""
+    own = model._parameters.get(part)
+    return list(_part(model, part).named_parameters(prefix=part)) if own is None else [(part, own)]
+
+
+def _state(model: nn.Module, part: str) -> dict[str, Tensor]:
+    """What a checkpoint has of a part, by full names."""
+    own = model._parameters.get(part)
+    return _part(model, part).state_dict(prefix=part and f"{part}.") if own is None else {part: own.data}
+
+
 def _materialize(part: nn.Module, name: str, device: torch.device, dtype: torch.dtype) -> None:
     """Allocate a meta part on `device` and give its buffers their values.
 
@@ -155,11 +172,22 @@ def _constructed_buffers(part: nn.Module, name: str, dtype: torch.dtype) -> dict
         )
     with no_init_weights(), torch.device("cpu"):
         twin = type(part)._from_config(part.config, dtype=dtype)
+    _initialize_stored_buffers(twin)
     return dict(twin.named_buffers())
 
 
+def _initialize_stored_buffers(twin: Any) -> None:
+    """Give the buffers that checkpoints hold the values of the model's own initialisation; constructors may leave them
+    as they find them (Gemma 4's `std_scale`)."""
+    for module in twin.modules():
+        if module._buffers.keys() - module._non_persistent_buffers_set:
+            twin._init_weights(module)
+
+
 def _drop_all_but(model: nn.Module, parts: tuple[str, ...]) -> None:
-    """Replace the children that hold weights, unless they are a part or hold one."""
+    """Replace the children that hold weights, unless they are a part or hold one, or all of the model is a part."""
+    if "" in parts:
+        return
     kept = {name.split(".")[0] for name in parts}
     for name, child in list(model.named_children()):
         if name not in kept and any(True for _ in child.parameters()):
@@ -179,22 +207,32 @@ def random_weights_(model: nn.Module, parts: tuple[str, ...], seed: int = 0) -> 
 
     Matrices and convolutions: normal, standard deviation 1 / sqrt(fan-in). Biases: 0.1. Norm weights: 1 + 0.1 x normal.
     Embeddings, position tables and class tokens: 0.5, enough that positions change the outputs. Layer scales: uniform
-    in 0.1 to 0.3.
+    in 0.1 to 0.3. Buffers that checkpoints hold, by how their names end: `_scale` as norm weights, `_bias` as biases,
+    `_min` and `_max` about -3 and 3; others are left alone.
     """
+    tables = {id(table.weight) for table in model.modules() if isinstance(table, nn.Embedding)}
     for part in parts:
-        module = _part(model, part)
-        tables = {id(table.weight) for table in module.modules() if isinstance(table, nn.Embedding)}
-        for name, parameter in module.named_parameters(prefix=part):
+        known = set()
+        for name, parameter in _parameters(model, part):
+            known.add(name)
             kind = "table" if id(parameter) in tables else _kind(name, parameter)
             parameter.data.copy_(_draw(kind, parameter, _seed_of(name, seed)))
+        for name, stored in _state(model, part).items():
+            ending = name.rpartition("_")[2]
+            if ending in _STORED and not isinstance(stored, nn.Parameter) and name not in known:
+                stored.copy_(_draw(_STORED[ending], stored, _seed_of(name, seed)))
+
+
+_STORED = {"scale": "norm", "bias": "bias", "min": "least", "max": "most"}
+"""What a buffer is that a checkpoint holds, by how its name ends."""
 
 
 def _kind(name: str, parameter: Tensor) -> str:
     leaf = name.rpartition(".")[2]
-    if leaf == "bias":
+    if leaf.endswith("bias"):
         return "bias"
     if parameter.dim() > 1:
-        return "matrix" if leaf == "weight" else "table"
+        return "matrix" if leaf.endswith("weight") else "table"  # `in_proj_weight` of PyTorch's attention too
     return "norm" if leaf == "weight" else "scale"
 
 
@@ -211,6 +249,8 @@ def _draw(kind: str, like: Tensor, seed: int) -> Tensor:
             return values.mul_(0.1)
         case "norm":
             return values.mul_(0.1).add_(1.0)
+        case "least" | "most":
+            return values.mul_(0.1).add_(3.0 if kind == "most" else -3.0)
         case _:
             return values.mul_(0.5)
 
@@ -282,10 +322,10 @@ def load_vision_weights_(
     Raises:
         CheckpointError: the checkpoint does not exist, has no safetensors files, or a name or shape does not fit: a
             weight is missing, there is one too many under a part, one comes twice, has another shape, is quantised, or
-            needs a conversion other than a new name. The message has the name, the shapes and the file.
+            is to be made of several. The message has the name, the shapes and the file.
     """
     shards = _find_shards(source, revision)
-    targets = {f"{part}.{name}": tensor for part in parts for name, tensor in _part(model, part).state_dict().items()}
+    targets = {name: tensor for part in parts for name, tensor in _state(model, part).items()}
     loads = _match(shards, _renamed(model.config, shards, parts), targets, _ignored(model, parts))
     for file, tensors in _by_file(loads, shards).items():
         _read(_fetch(source, file, revision), tensors, targets)
@@ -357,8 +397,18 @@ def _fetch(source: str | os.PathLike[str], name: str, revision: str | None) -> P
         raise CheckpointError(f"{source} is neither a directory nor a hub id that can be read: {err}") from err
 
 
-def _renamed(config: PreTrainedConfig, shards: _Shards, parts: tuple[str, ...]) -> dict[str, str]:
-    """For every checkpoint name that belongs to a part, the name that it has in the base model.
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """What one tensor of a checkpoint becomes: a weight under another name, or several made of its values."""
+
+    names: tuple[str, ...]
+    """In the base model."""
+    convert: Callable[[Tensor], Mapping[str, Any]] | None = None
+    """From the tensor to those of `names`; None where it is taken as it is."""
+
+
+def _renamed(config: PreTrainedConfig, shards: _Shards, parts: tuple[str, ...]) -> dict[str, _Load]:
+    """For every checkpoint name that belongs to a part, what it is in the base model.
 
     Source: `convert_and_load_state_dict_in_model` of transformers, `core_model_loading.py`: the names are taken in
     natural order (some renamings depend on names before them), every renaming applies, then at most one converter, then
@@ -369,32 +419,56 @@ def _renamed(config: PreTrainedConfig, shards: _Shards, parts: tuple[str, ...]) 
 
     whole = _on_meta(_whole_class(config), copy.deepcopy(config), torch.bfloat16)
     known, prefix = whole.state_dict(), whole.base_model_prefix
+    within = "" if type(whole) is _base_class(config) else f"{prefix}."  # DINOv3's base model has a part of that name
     transforms = get_model_conversion_mapping(whole)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    renamed: dict[str, str] = {}
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    renamed: dict[str, _Load] = {}
     for key in sorted(shards.file_of, key=dot_natural_key):
-        name, converter = rename_source_key(key, renamings, converters, prefix, known)
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in known and key in known:
-            name, converter = key, None
-        name = name.removeprefix(f"{prefix}.")
-        if not name.startswith(tuple(f"{part}." for part in parts)):
+            name, pattern = key, None
+        name = name.removeprefix(within)
+        if not _belongs(name, parts, known, within):
             continue
-        if converter is not None:
+        if pattern is not None and len(by_pattern[pattern].source_patterns) > 1:
             raise CheckpointError(
-                f"{key} in {shards.file_of[key]} of {shards.source} needs a conversion of its values "
-                f"({converter}), which is not supported; save the checkpoint again with transformers' save_pretrained"
+                f"{key} in {shards.file_of[key]} of {shards.source} is one of several tensors that make one "
+                f"({pattern}), which is not supported; save the checkpoint again with transformers' save_pretrained"
             )
-        renamed[key] = name
+        renamed[key] = _Load((name,)) if pattern is None else _made(name, key, pattern, by_pattern[pattern], config)
     return renamed
+
+
+def _made(name: str, key: str, pattern: str, converter: Any, config: PreTrainedConfig) -> _Load:
+    """A tensor that transformers splits or permutes; `name` is that of the first result."""
+    first, *others = converter.target_patterns
+
+    def convert(tensor: Tensor) -> Mapping[str, Any]:
+        fresh = copy.deepcopy(converter)
+        fresh.add_tensor(name, key, pattern, tensor)
+        found: Mapping[str, Any] = fresh.convert(name, config=config)
+        return found
+
+    return _Load((name, *(name.replace(first, other, 1) for other in others)), convert)
+
+
+def _belongs(name: str, parts: tuple[str, ...], known: Mapping[str, Any], within: str) -> bool:
+    """Whether a name of the base model is in a part. In a part that is all of it, only what one of its children would
+    hold is: a checkpoint may have a classifier on top."""
+    if "" in parts:
+        return name.partition(".")[0] in {other.removeprefix(within).partition(".")[0] for other in known}
+    return name in parts or name.startswith(tuple(f"{part}." for part in parts))
 
 
 def _ignored(model: PreTrainedModel, parts: tuple[str, ...]) -> re.Pattern[str]:
     """What a checkpoint may have under a part without use: computed buffers, and what transformers ignores too."""
-    persistent = {name for part in parts for name in _part(model, part).state_dict(prefix=f"{part}.")}
+    persistent = {name for part in parts for name in _state(model, part)}
     computed = [
         re.escape(name)
         for part in parts
+        if part not in model._parameters
         for name, _ in _part(model, part).named_buffers(prefix=part)
         if name not in persistent
     ]
@@ -403,20 +477,21 @@ def _ignored(model: PreTrainedModel, parts: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def _match(
-    shards: _Shards, renamed: Mapping[str, str], targets: Mapping[str, Tensor], ignored: re.Pattern[str]
-) -> dict[str, str]:
-    """Checkpoint name to target name, each target once; or the error that says which name does not fit."""
-    loads: dict[str, str] = {}
+    shards: _Shards, renamed: Mapping[str, _Load], targets: Mapping[str, Tensor], ignored: re.Pattern[str]
+) -> dict[str, _Load]:
+    """What each tensor is loaded as, each target once; or the error that says which name does not fit."""
+    loads: dict[str, _Load] = {}
     taken: dict[str, str] = {}
-    for key, name in renamed.items():
-        if name in taken:
-            raise CheckpointError(f"{shards.source} has {name} twice: {taken[name]} and {key}")
-        if name in targets:
-            loads[key], taken[name] = name, key
-        elif not ignored.search(name):
-            raise CheckpointError(
-                f"{key} in {shards.file_of[key]} of {shards.source} has no place in the model as {name}"
-            )
+    for key, load in renamed.items():
+        for name in load.names:
+            if name in taken:
+                raise CheckpointError(f"{shards.source} has {name} twice: {taken[name]} and {key}")
+            if name in targets:
+                loads[key], taken[name] = load, key
+            elif not ignored.search(name):
+                raise CheckpointError(
+                    f"{key} in {shards.file_of[key]} of {shards.source} has no place in the model as {name}"
+                )
     missing = [name for name in targets if name not in taken]
     if missing:
         shape = tuple(targets[missing[0]].shape)
@@ -431,28 +506,47 @@ def _files(shards: _Shards) -> str:
     return ", ".join(sorted(set(shards.file_of.values()))) or "its empty index"
 
 
-def _by_file(loads: Mapping[str, str], shards: _Shards) -> dict[str, dict[str, str]]:
-    files: dict[str, dict[str, str]] = {}
-    for key, name in loads.items():
-        files.setdefault(shards.file_of[key], {})[key] = name
+def _by_file(loads: Mapping[str, _Load], shards: _Shards) -> dict[str, dict[str, _Load]]:
+    files: dict[str, dict[str, _Load]] = {}
+    for key, load in loads.items():
+        files.setdefault(shards.file_of[key], {})[key] = load
     return files
 
 
-def _read(path: Path, tensors: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
+def _read(path: Path, tensors: Mapping[str, _Load], targets: Mapping[str, Tensor]) -> None:
     """Copy the tensors of one file into their targets, cast to the targets' dtypes."""
-    device = str(targets[next(iter(tensors.values()))].device)
+    device = str(targets[next(iter(tensors.values())).names[0]].device)
     with _open(path, device) as file:
         held = set(file.keys())
-        for key, name in tensors.items():
+        for key, load in tensors.items():
             if key not in held:
                 raise CheckpointError(f"{path} has no tensor {key}, against what {_INDEX} says")
-            _check(key, file.get_slice(key), name, targets[name], path)
-            targets[name].copy_(file.get_tensor(key))
+            stored, shape = file.get_slice(key), tuple(file.get_slice(key).get_shape())
+            _check_kind(key, stored, load.names[0], targets[load.names[0]], path)
+            if load.convert is None:
+                _fill(key, shape, {load.names[0]: file.get_tensor(key)}, targets, path)
+                continue
+            try:
+                made = load.convert(file.get_tensor(key))
+            except (RuntimeError, ValueError) as err:
+                raise CheckpointError(f"{key} in {path} has shape {shape}; no {load.names} can be made of it") from err
+            _fill(key, shape, {name: made[name] for name in load.names if name in targets}, targets, path)
 
 
-def _check(key: str, stored: Any, name: str, target: Tensor, path: Path) -> None:
-    if (shape := tuple(stored.get_shape())) != tuple(target.shape):
-        raise CheckpointError(f"{key} in {path} has shape {shape}; {name} of the model has {tuple(target.shape)}")
+def _fill(
+    key: str, shape: tuple[int, ...], tensors: Mapping[str, Any], targets: Mapping[str, Tensor], path: Path
+) -> None:
+    for name, given in tensors.items():
+        tensor = given[0] if isinstance(given, list) else given
+        if tensor.shape != targets[name].shape:
+            made = "" if tuple(tensor.shape) == shape else f", which makes {name} {tuple(tensor.shape)}"
+            raise CheckpointError(
+                f"{key} in {path} has shape {shape}{made}; {name} of the model has {tuple(targets[name].shape)}"
+            )
+        targets[name].copy_(tensor)
+
+
+def _check_kind(key: str, stored: Any, name: str, target: Tensor, path: Path) -> None:
     if target.is_floating_point() != (stored.get_dtype() in _FLOATS):
         raise CheckpointError(
             f"{key} in {path} has dtype {stored.get_dtype()}; {name} of the model has {target.dtype}: "

@@ -28,7 +28,9 @@ FULL = {name: preset.removesuffix("@tiny") for name, preset in TINY.items()}
 BUDGETS = (64, 80, 128, 256)
 NOT_COMPILED = ("patch_embedding", "aligned_mlp")
 """The rewrites that cost no compilation."""
-MODELS = sorted(ADAPTERS)
+MODELS = sorted(TINY)
+"""One of each engine; `EVERY` is all that are registered."""
+EVERY = sorted(ADAPTERS)
 MIB = 2**20
 
 

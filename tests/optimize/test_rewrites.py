@@ -135,6 +135,18 @@ def test_forward_hooks_are_off_inside_and_back_outside() -> None:
             [[Grid(1, 8, 8)], [Grid(1, 16, 16)] * 2, [Grid(1, 4, 4)] * 5, [Grid(1, 20, 20)], [Grid(2, 6, 4)]],
         ),
         ("internvl", {"num_hidden_layers": 12}, [[Grid(1, 1, 1)] * tiles for tiles in (1, 2, 3, 5, 8)]),
+        *(
+            (
+                model_type,
+                {"num_hidden_layers": 12},
+                [[Grid(1, 4 * m, 4 * m)], [Grid(1, 5 * m, 6 * m)] * 2, [Grid(1, m, 2 * m)] * 5, [Grid(1, m, 49 * m)]],
+            )
+            for model_type, m in (("gemma4", 3), ("llava", 1), ("mistral3", 2), ("minicpmv4_6", 4))
+        ),
+        *(
+            (model_type, {"num_hidden_layers": 12}, [[Grid(1, 4, 6)], [Grid(1, 8, 8)] * 2, [Grid(3, 2, 6)] * 3])
+            for model_type in ("glm4v", "glm4v_moe", "glm_ocr", "minimax_m3_vl")
+        ),
     ],
 )
 def test_blocks_compile_whole_and_once_for_all_layers_and_sizes(
@@ -171,6 +183,13 @@ def test_compiled_blocks_without_cuda_graphs_are_refused(device: torch.device, b
 def test_modules_of_other_kinds_are_left_alone() -> None:
     other = nn.Sequential(nn.Linear(3, 3), nn.Conv2d(3, 3, 3))
     assert not Rewritten([other], ["patch_embedding", "aligned_mlp"]).forwards
+
+
+def test_a_module_that_does_more_than_a_gated_mlp_is_left_alone() -> None:
+    """GLM's merger has the parts of one behind a projection and a norm."""
+    model = model_of("glm_ocr")
+    assert model.visual.merger.gate_proj.out_features % 64
+    assert model.visual.merger not in Rewritten([model.visual], ["aligned_mlp"]).forwards
 
 
 def test_encoders_of_one_model_share_padded_weights_until_the_last_gives_them_back() -> None:

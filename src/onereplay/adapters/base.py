@@ -5,9 +5,11 @@ plans and capacities, so those answer before any weight is loaded; `forward` nee
 """
 
 import copy
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, ClassVar, Generic
 
@@ -20,9 +22,14 @@ from onereplay.core.buffers import Buffers, Packed
 from onereplay.core.items import Item, Modality
 from onereplay.core.plan import Capacity
 from onereplay.core.protocol import BatchT, PathSpec
-from onereplay.errors import InputError, UnsupportedModelError
+from onereplay.errors import ConfigError, InputError, UnsupportedModelError
 from onereplay.geometry import Grid
 from onereplay.optimize import Rewritten
+
+WHOLE = ""
+"""In `Adapter.parts`: the base model itself, as `nn.Module.get_submodule` spells it."""
+TOWER = "tower"
+"""The name of a whole base model in `Adapter.own`."""
 
 
 class Adapter(ABC, Generic[BatchT]):
@@ -36,13 +43,21 @@ class Adapter(ABC, Generic[BatchT]):
     """
 
     entry_points: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Methods of the stock base model that give features, with those of their parameters that `batch` takes."""
+    """Methods of the stock base model that give features (of a sub-module where the name has dots), with those of their
+    parameters that `batch` takes."""
+    stock_arguments: ClassVar[Mapping[str, Any]] = {}
+    """Other parameters of the entry points that change features, with the values that leave them as they are here; a
+    call with another value goes to the stock method."""
     model_type: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
-    """Names of the vision modules in the stock base model."""
+    """Names of the vision modules in the stock base model, and of parameters that it holds itself; `(WHOLE,)` where all
+    of the base model is the encoder, which then is `own.tower`."""
     modalities: ClassVar[tuple[Modality, ...]]
     engine: ClassVar[str]
     max_batch_tokens: ClassVar[int] = MAX_BATCH_TOKENS
+    as_stock = False
+    """Give what the stock entry points give, also where the model goes on with it before a token is made (Llama 4
+    projects afterwards); `accelerate` sets it before anything is captured."""
 
     def __init__(self, config: Any, model: Any = None, attention: str = "auto", optimize: Sequence[str] = ()) -> None:
         self.config = config
@@ -54,15 +69,37 @@ class Adapter(ABC, Generic[BatchT]):
         those."""
         self._weights: list[tuple[dict[str, Any], str]] = []
         if model is not None:
+            found = {part or TOWER: getattr(model, part) if part else model for part in self.parts}
+            modules = {part: value for part, value in found.items() if isinstance(value, nn.Module)}
             self._weights = [
                 (module._parameters, name)
-                for part in self.parts
-                for module in getattr(model, part).modules()
+                for part in modules.values()
+                for module in part.modules()
                 for name, weight in module._parameters.items()
                 if weight is not None
             ]
-            self.own = SimpleNamespace(**{part: share_weights(getattr(model, part)) for part in self.parts})
-        self.rewritten = Rewritten(vars(self.own).values(), optimize, self.blocks() if model is not None else ())
+            self._weights += [(model._parameters, part) for part in found if part not in modules]
+            self.own = SimpleNamespace(**found | {part: share_weights(value) for part, value in modules.items()})
+        roots = [value for value in vars(self.own).values() if isinstance(value, nn.Module)]
+        self.rewritten = Rewritten(roots, optimize, self.blocks() if model is not None else ())
+
+    @classmethod
+    def fits(cls, model: Any) -> bool:
+        """Whether this is the base model that the adapter runs: it has all `parts`."""
+        return all(getattr(model, part, None) is not None for part in cls.parts)
+
+    def configure(self, config: EncoderCudaGraphConfig) -> None:
+        """Take the options that change what the model takes or gives.
+
+        Raises:
+            ConfigError: an option is set that this model does not have.
+        """
+        if config.features == "embedding":
+            raise ConfigError(
+                f"features='embedding': {self.model_type} gives no single embedding of its input; leave it out"
+            )
+        if config.tile_size is not None:
+            raise ConfigError(f"tile_size={config.tile_size}: {self.model_type} takes no other size; leave it out")
 
     def blocks(self) -> Iterable[nn.Module]:
         """The blocks that `compiled_blocks` compiles; none where compiling them gains nothing."""
@@ -141,6 +178,10 @@ class Adapter(ABC, Generic[BatchT]):
         """Several batches as one, items in order."""
 
     @abstractmethod
+    def select(self, batch: BatchT, chosen: Sequence[int]) -> BatchT:
+        """Some items of a batch as a batch of their own, in the order of `chosen`; pixels are views."""
+
+    @abstractmethod
     def paths(self) -> Mapping[str, PathSpec]:
         """The encoder's paths and their buffers."""
 
@@ -159,6 +200,20 @@ class Adapter(ABC, Generic[BatchT]):
     @abstractmethod
     def stock_output(self, features: Sequence[Tensor]) -> Any:
         """The features in the type that the stock entry points return, one entry an item of `features`."""
+
+    def stock_rows(self, output: Any) -> list[Tensor]:
+        """The way back from `stock_output`: what a stock entry point returned, as rows `(..., hidden_size)`."""
+        return list(output.pooler_output)
+
+    def stock_features(self, model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
+        """All rows that the stock entry points of a model give for these inputs, in the order of `batch`: the reference
+        of checks and benchmarks."""
+        found: list[Tensor] = []
+        for name, parameters in self.entry_points.items():
+            if parameters[0] in inputs:
+                given = {each: inputs[each].to(self.device) for each in parameters if each in inputs}
+                found += self.stock_rows(attrgetter(name)(model)(**given))
+        return found
 
     @abstractmethod
     def assemble(self, rows: Mapping[str, Sequence[Tensor]], batch: BatchT) -> list[Tensor]:
@@ -200,6 +255,44 @@ def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:
     return rows
 
 
+def take_rows(tensors: Sequence[Tensor], counts: Sequence[int], chosen: Sequence[int]) -> tuple[Tensor, ...]:
+    """The rows of chosen items, as views.
+
+    Args:
+        tensors: whose rows follow one another over all items.
+        counts: rows of each item.
+        chosen: places of items in `counts`.
+    """
+    ends = list(itertools.accumulate(counts))
+    starts = [0, *itertools.accumulate(len(tensor) for tensor in tensors)]
+    found = []
+    for place in chosen:
+        begin, end = ends[place] - counts[place], ends[place]
+        for tensor, start in zip(tensors, starts, strict=False):
+            low, high = max(begin - start, 0), min(end - start, len(tensor))
+            if low < high:
+                found.append(tensor[low:high])
+    return tuple(found)
+
+
+def host_integers(name: str, values: Any, least: int) -> list[int]:
+    """A list of integers, one an image, none below `least`.
+
+    Raises:
+        InputError: it is something else.
+    """
+    rule = "positive integers" if least == 1 else f"integers of at least {least}"
+    try:
+        listed = values.tolist() if hasattr(values, "tolist") else [*values]
+    except TypeError:
+        listed = None
+    if not isinstance(listed, list):
+        raise InputError(f"{name}={values!r:.80} must be a list of {rule}, one an image")
+    if any(isinstance(value, bool) or not isinstance(value, int) or value < least for value in listed):
+        raise InputError(f"{name}={listed!r:.80} must be {rule}, one an image")
+    return listed
+
+
 def tile_counts(name: str, counts: Any, num_tiles: int | None) -> list[int]:
     """How many tiles each item has; one each where nothing is said.
 
@@ -208,14 +301,7 @@ def tile_counts(name: str, counts: Any, num_tiles: int | None) -> list[int]:
     """
     if counts is None:
         return [1] * (num_tiles or 0)
-    try:
-        listed = counts.tolist() if hasattr(counts, "tolist") else [*counts]
-    except TypeError:
-        raise InputError(f"{name}={counts!r:.80} must be a list of positive integers, one an image") from None
-    if not isinstance(listed, list):
-        raise InputError(f"{name}={counts!r:.80} must be a list of positive integers, one an image")
-    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in listed):
-        raise InputError(f"{name}={listed!r:.80} must be positive integers, one an image")
+    listed = host_integers(name, counts, 1)
     if num_tiles is not None and sum(listed) != num_tiles:
         raise InputError(f"{name} adds up to {sum(listed)} tiles, pixel_values has {num_tiles}")
     return listed
@@ -229,7 +315,7 @@ def refuse_unknown(inputs: Mapping[str, Any], allowed: Sequence[str], model_type
     """
     given = {name: value for name, value in inputs.items() if value is not None}
     for name, value in given.items():
-        if name.startswith("pixel_values") and not isinstance(value, Tensor):
+        if name.startswith(("pixel_values", "input_features")) and not isinstance(value, Tensor):
             raise InputError(f"{name} is a {type(value).__name__}; give a tensor of PyTorch")
     unknown = sorted(set(given) - set(allowed))
     if unknown:

@@ -29,7 +29,7 @@ class GridAdapter(PackedAdapter):
     The defaults are those of the Qwen line; a model overrides what differs.
     """
 
-    parts = ("visual",)
+    parts: ClassVar[tuple[str, ...]] = ("visual",)
     modalities = (Modality.IMAGE, Modality.VIDEO)
     entry_points: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "get_image_features": ("pixel_values", "image_grid_thw"),
@@ -97,6 +97,12 @@ class GridAdapter(PackedAdapter):
         if odd is not None:
             raise InputError(f"{table} has {tuple(odd)}; height and width must be multiples of {self.merge} patches")
         return grids
+
+    def stock_features(self, model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
+        """All rows that the stock entry points give, from pixels in the model's dtype: some do not convert them."""
+        dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
+        pixels = {name: inputs[name].to(dtype) for _, name, _ in _KINDS if name in inputs}
+        return super().stock_features(model, {**inputs, **pixels})
 
     def stock_output(self, features: Sequence[Tensor]) -> Any:
         """`pooler_output` is a tuple, one tensor an item."""

@@ -1,8 +1,9 @@
 """InternVL3 and 3.5: fixed tiles through the tower's own forward, the model's pixel shuffle and projector.
 
-Checkpoints: `OpenGVLab/InternVL3-{1B,2B,8B,14B,38B,78B}-hf`. Reference: `modeling_internvl.py` of transformers 5.24
-(also run with 5.17). The stock `get_image_features` does the same, but in 5.24 it keeps hidden states on the way. An
-image is 1 to 13 tiles, a video one tile a frame.
+Checkpoints: `OpenGVLab/InternVL3-{1B,2B,8B,14B,38B,78B}-hf`, `OpenGVLab/InternVL3_5-{1B,2B,4B,8B,14B,38B,30B-A3B,
+241B-A28B}-HF`; those of 38B, 78B and 241B have a tower of 6B with other norms. Reference: `modeling_internvl.py` of
+transformers 5.24 (also run with 5.17). The stock `get_image_features` does the same, but in 5.24 it keeps hidden states
+on the way. An image is 1 to 13 tiles, a video one tile a frame.
 
 Capacity rule: see `TileAdapter`. A tile of 448 pixels is 1,025 rows in the tower and 256 tokens behind it. Tiles of
 another size run eagerly, where the tower interpolates its positions.
@@ -10,7 +11,6 @@ another size run eagerly, where the tower interpolates its positions.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from onereplay.adapters.tiles import TileAdapter
-from onereplay.attention.interface import use_varlen
 from onereplay.core.buffers import Buffers
 from onereplay.core.items import Modality
 from onereplay.errors import InputError, UnsupportedModelError
@@ -31,6 +30,7 @@ class InternVL(TileAdapter):
     model_type = "internvl"
     parts = ("vision_tower", "multi_modal_projector")
     modalities = (Modality.IMAGE, Modality.VIDEO)
+    size_names = ("num_patches", "num_frames")
     entry_points: ClassVar = {"get_image_features": ("pixel_values",)}
 
     def __init__(self, config: Any, model: Any = None, attention: str = "auto", optimize: Sequence[str] = ()) -> None:
@@ -82,13 +82,9 @@ class InternVL(TileAdapter):
         return self.own.vision_tower.encoder.layer  # type: ignore[no-any-return]
 
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
-        """Tower, pixel shuffle, projector: `(tiles * tile_tokens, hidden)`.
-
-        `auto` attention keeps the tower's own, a named one replaces it.
-        """
+        """Tower, pixel shuffle, projector: `(tiles * tile_tokens, hidden)`."""
         tower = self.own.vision_tower
-        attention = nullcontext() if self.attention == "auto" else use_varlen(tower.config, self.attention, tiles=True)
-        with attention:
+        with self.own_attention(tower.config):
             rows = tower(
                 pixel_values=buffers.pixels, output_hidden_states=False, output_attentions=False, return_dict=True
             ).last_hidden_state[:, 1:]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from onereplay import geometry
-from onereplay.adapters.base import Adapter
+from onereplay.adapters.base import Adapter, take_rows
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.assembly import split_rows
 from onereplay.core.buffers import Array, Declaration, Output, Packed
@@ -47,7 +47,7 @@ class PackedAdapter(Adapter[PackedBatch]):
     """
 
     engine = "packed"
-    max_sequence_patches: ClassVar[int | None] = None
+    max_sequence_patches: int | None = None
     """The longest sequence that the processor makes, if it has a bound; else a sequence may fill the budget."""
 
     def __init__(self, config: Any, model: Any = None, attention: str = "auto", optimize: Sequence[str] = ()) -> None:
@@ -124,6 +124,27 @@ class PackedAdapter(Adapter[PackedBatch]):
             grids=tuple(grid for batch in batches for grid in batch.grids),
             pixels=tuple(pixels for batch in batches for pixels in batch.pixels),
         )
+
+    def select(self, batch: PackedBatch, chosen: Sequence[int]) -> PackedBatch:
+        """Items with their grids and rows of pixels."""
+        grids_of = self._grids_of(batch)
+        rows = [item.sizes[PATH].patches for item in batch.items]
+        return PackedBatch(
+            items=tuple(batch.items[place] for place in chosen),
+            grids=tuple(grid for place in chosen for grid in grids_of[place]),
+            pixels=take_rows(batch.pixels, rows, chosen),
+        )
+
+    def _grids_of(self, batch: PackedBatch) -> list[list[Grid]]:
+        """The grids of each item: as many as make up its patches."""
+        left = iter(batch.grids)
+        found = []
+        for item in batch.items:
+            grids: list[Grid] = []
+            while sum(self._size(grid).patches for grid in grids) < item.sizes[PATH].patches:
+                grids.append(next(left))
+            found.append(grids)
+        return found
 
     def layouts(self, path: str, tokens: int, max_items: int) -> list[tuple[str, list[Grid]]]:
         """The fewest images, twice as many, as many as there may be, and a video where the model takes videos."""

@@ -1,4 +1,4 @@
-"""The tiles engine: `[N, channels, side, side]` in, a fixed number of tokens a tile out.
+"""The tiles engine: `[N, channels, side, side]` in (or `[N, bands, frames]`), a fixed number of tokens a tile out.
 
 A tile attends only to itself, so padding tiles need no metadata: they keep whatever they held and no real tile reads
 them. Capacity is counted in tiles (sequences), never in items: an item has one tile or many.
@@ -6,17 +6,19 @@ them. Capacity is counted in tiles (sequences), never in items: an item has one 
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from onereplay.adapters.base import Adapter, refuse_unknown, tile_counts
+from onereplay.adapters.base import Adapter, refuse_unknown, take_rows, tile_counts
+from onereplay.attention.interface import use_varlen
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.assembly import split_rows
-from onereplay.core.buffers import Output, Packed, Staged
+from onereplay.core.buffers import Declaration, Output, Packed, Staged
 from onereplay.core.items import Item, Modality, PathSize
 from onereplay.core.plan import Capacity
 from onereplay.core.protocol import PathSpec
@@ -32,7 +34,7 @@ class TileBatch:
 
     items: tuple[Item, ...]
     tiles: tuple[Tensor, ...]
-    """Tensors `(tiles, channels, height, width)` whose tiles follow one another, in the items' order."""
+    """Tensors `(tiles, *tile_shape)` whose tiles follow one another, in the items' order."""
 
 
 class TileAdapter(Adapter[TileBatch]):
@@ -42,11 +44,18 @@ class TileAdapter(Adapter[TileBatch]):
     """
 
     engine = "tiles"
+    path: ClassVar[str] = PATH
+    input_name: ClassVar[str] = "pixel_values"
+    """What the tiles are called among the inputs."""
+    size_names: ClassVar[tuple[str, ...]] = ("num_patches",)
+    """Entries that say which tiles belong together. Every model takes `num_patches`, the tiles of each image; a model
+    with videos takes `num_frames`; and what its processor calls it otherwise."""
 
     @property
     @abstractmethod
-    def tile_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the tiles that graphs are captured for."""
+    def tile_shape(self) -> tuple[int, ...]:
+        """Of the tiles that graphs are captured for: channels, height and width; or bands and frames of sound. The last
+        two are the sides that `tokens_of` takes."""
 
     @abstractmethod
     def tokens_of(self, height: int, width: int) -> int:
@@ -68,16 +77,23 @@ class TileAdapter(Adapter[TileBatch]):
     @cached_property
     def tile_tokens(self) -> int:
         """Tokens of one captured tile."""
-        return self.tokens_of(*self.tile_shape[1:])
+        return self.tokens_of(*self.tile_shape[-2:])
+
+    def buffers(self) -> tuple[Declaration, ...]:
+        """The tiles, as `pixels`."""
+        return (Staged("pixels", "sequences", self.tile_shape),)
+
+    def outputs(self) -> tuple[Output, ...]:
+        """The tokens."""
+        return (Output("features", "tokens", (self.hidden_size,)),)
 
     def paths(self) -> Mapping[str, PathSpec]:
         """One path."""
-        pixels = Staged("pixels", "sequences", self.tile_shape)
-        return {PATH: PathSpec((pixels,), (Output("features", "tokens", (self.hidden_size,)),))}
+        return {self.path: PathSpec(self.buffers(), self.outputs())}
 
     def capacities(self, path: str, config: EncoderCudaGraphConfig) -> Sequence[Capacity]:
         """One capacity a budget; budgets are multiples of a tile's tokens."""
-        patches = self.patches_of(*self.tile_shape[1:])
+        patches = self.patches_of(*self.tile_shape[-2:])
         return [
             Capacity(
                 tokens=tokens,
@@ -93,35 +109,63 @@ class TileAdapter(Adapter[TileBatch]):
         """An item of `num_tiles` tiles of this size; of another size than the captured one it runs eagerly."""
         patches = self.patches_of(height, width)
         size = PathSize(num_tiles * self.tokens_of(height, width), num_tiles * patches, num_tiles, longest=patches)
-        captured = self.tile_shape[1:]
+        captured = self.tile_shape[-2:]
         other = f"tiles of {height}x{width}, captured for {captured[0]}x{captured[1]}"
-        return Item(modality, {PATH: size}, "" if (height, width) == captured else other)
+        return Item(modality, {self.path: size}, "" if (height, width) == captured else other)
+
+    def image_counts(self, given: Mapping[str, Any]) -> Any:
+        """The tiles of each image by what `size_names` say, as integers; None where they say nothing."""
+        return given.get("num_patches")
 
     def items_of(self, **sizes: Any) -> tuple[Item, ...]:
-        """From `num_patches` and `num_frames`, for tiles of the captured size."""
-        given = refuse_unknown(sizes, ("num_patches", "num_frames"), self.model_type)
-        num_tiles = sum(sum(tile_counts(name, counts, None)) for name, counts in given.items())
-        return self._items(given, num_tiles, *self.tile_shape[1:])
+        """From what `size_names` say, for tiles of the captured size."""
+        given = refuse_unknown(sizes, self.size_names, self.model_type)
+        return self._items(self._counted(given, None), *self.tile_shape[-2:])
 
     def batch(self, **inputs: Any) -> TileBatch:
         """From `pixel_values` `(tiles, channels, height, width)`.
 
-        `num_patches` (integers, the name that the image processor uses) says how many tiles each image has, and
-        `num_frames` the same for videos, one frame a tile, behind the images; without either every tile is an item.
+        `num_patches` (integers) says how many tiles each image has, and `num_frames`, where the model takes videos, the
+        same for videos, one frame a tile, behind the images; without either every tile is an item. `size_names` lists
+        what else the model takes.
         """
-        given = refuse_unknown(inputs, ("pixel_values", "num_patches", "num_frames"), self.model_type)
+        name = self.input_name
+        given = refuse_unknown(inputs, (name, *self.size_names), self.model_type)
         if not given:
             return TileBatch((), ())
-        if "pixel_values" not in given:
-            raise InputError("num_patches and num_frames count the tiles of pixel_values; give it too")
-        tiles = given["pixel_values"]
-        if tiles.ndim != 4 or tiles.shape[1] != self.tile_shape[0]:
-            raise InputError(
-                f"pixel_values has shape {tuple(tiles.shape)}, {self.model_type} takes (tiles, {self.tile_shape[0]}, "
-                f"{self.tile_shape[1]}, {self.tile_shape[2]})"
-            )
-        items = self._items(given, len(tiles), *tiles.shape[2:])
+        if name not in given:
+            raise InputError(f"{' and '.join(given)} count the tiles of {name}; give it too")
+        tiles = given[name]
+        self.check_tiles(name, tiles)
+        items = self._items(self._counted(given, len(tiles)), *tiles.shape[-2:])
         return TileBatch(items, (tiles,))
+
+    def check_tiles(self, name: str, tiles: Tensor) -> None:
+        """Refuse what is not `(tiles, *tile_shape)`, up to the last two sides.
+
+        Raises:
+            InputError: with the shape, and the one that the graphs are captured for.
+        """
+        if tiles.ndim != 1 + len(self.tile_shape) or tiles.shape[1:-2] != self.tile_shape[:-2]:
+            wanted = ", ".join(map(str, self.tile_shape))
+            raise InputError(f"{name} has shape {tuple(tiles.shape)}, {self.model_type} takes (tiles, {wanted})")
+
+    def refuse_other_sizes(self, height: int, width: int) -> None:
+        """For a tower that has positions for the captured size alone.
+
+        Raises:
+            InputError: the tile has another size.
+        """
+        if (height, width) != self.tile_shape[-2:]:
+            sides = "x".join(map(str, self.tile_shape[-2:]))
+            raise InputError(
+                f"a tile of {height}x{width} pixels; {self.model_type} needs a square of {sides}, the one size that "
+                f"its tower has positions for"
+            )
+
+    def own_attention(self, config: Any) -> AbstractContextManager[None]:
+        """For the tower of this vision config: `auto` keeps the tower's own attention, a named one replaces it."""
+        return nullcontext() if self.attention == "auto" else use_varlen(config, self.attention, tiles=True)
 
     def unit(self, path: str) -> int:
         """A tile's tokens."""
@@ -135,15 +179,29 @@ class TileAdapter(Adapter[TileBatch]):
     def example_inputs(self, grids: Sequence[Grid], generator: torch.Generator) -> dict[str, Tensor]:
         """One tile of the captured size for each grid."""
         shape = (len(grids), *self.tile_shape)
-        return {"pixel_values": torch.randn(shape, generator=generator, device=generator.device)}
+        return {self.input_name: torch.randn(shape, generator=generator, device=generator.device)}
 
-    def _items(self, given: Mapping[str, Any], num_tiles: int, height: int, width: int) -> tuple[Item, ...]:
-        frames = _integers(given.get("num_frames", ()))
-        images = given.get("num_patches", () if frames else None)
-        counted = {
-            Modality.IMAGE: tile_counts("num_patches", images, num_tiles - sum(frames)),
-            Modality.VIDEO: tile_counts("num_frames", frames, sum(frames)),
+    def stock_features(self, model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
+        """All rows that the stock entry points give; pixels in the model's dtype: not every tower converts them."""
+        dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
+        floats = {
+            name: value.to(dtype)
+            for name, value in inputs.items()
+            if torch.is_tensor(value) and value.is_floating_point()
         }
+        return super().stock_features(model, {**inputs, **floats})
+
+    def _counted(self, given: Mapping[str, Any], num_tiles: int | None) -> dict[Modality, list[int]]:
+        """Tiles of each image and of each video, which are `num_tiles` together if that is known."""
+        frames = tile_counts("num_frames", given.get("num_frames", ()), None)
+        images = self.image_counts(given)
+        name = next((name for name in self.size_names if name in given), self.size_names[0])
+        if images is None and frames:
+            images = ()
+        left = None if num_tiles is None else num_tiles - sum(frames)
+        return {self.modalities[0]: tile_counts(name, images, left), Modality.VIDEO: frames}
+
+    def _items(self, counted: Mapping[Modality, Sequence[int]], height: int, width: int) -> tuple[Item, ...]:
         return tuple(
             self.item(modality, count, height, width) for modality, counts in counted.items() for count in counts
         )
@@ -154,7 +212,12 @@ class TileAdapter(Adapter[TileBatch]):
 
     def assemble(self, rows: Mapping[str, Sequence[Tensor]], batch: TileBatch) -> list[Tensor]:
         """Each item's rows: tokens of its tiles, one tile behind the other."""
-        return split_rows(rows[PATH][0], [item.num_tokens for item in batch.items])
+        return split_rows(rows[self.path][0], [item.num_tokens for item in batch.items])
+
+    def select(self, batch: TileBatch, chosen: Sequence[int]) -> TileBatch:
+        """Items with their tiles."""
+        counts = [item.sizes[self.path].sequences for item in batch.items]
+        return TileBatch(tuple(batch.items[place] for place in chosen), take_rows(batch.tiles, counts, chosen))
 
     def join(self, batches: Sequence[TileBatch]) -> TileBatch:
         """Items and tiles one behind the other. Tiles of several sizes cannot share a batch.
@@ -167,7 +230,3 @@ class TileAdapter(Adapter[TileBatch]):
         if len(shapes) > 1:
             raise InputError(f"tiles of several sizes in one batch, {shapes}; encode each size by itself")
         return TileBatch(tuple(item for batch in batches for item in batch.items), tiles)
-
-
-def _integers(counts: Any) -> list[int]:
-    return tile_counts("num_frames", counts, None)

@@ -60,3 +60,6 @@ _opaque = torch.compiler.disable(_run)
 _library.impl("varlen_attention", _opaque, "CPU")
 _library.impl("varlen_attention", _opaque, "CUDA")
 torch.library.register_fake(_NAME, _shape, lib=_library)
+
+OPERATOR = torch.ops.onereplay.varlen_attention
+"""As PyTorch's tables of operators know it."""

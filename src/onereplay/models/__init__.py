@@ -13,7 +13,7 @@ so presets, loading and `from_pretrained` treat it like any other model.
 import functools
 import importlib
 
-MODULES: tuple[str, ...] = ()
+MODULES: tuple[str, ...] = ("deepseek_vl_v2", "deepseek_v41", "deepseek_ocr", "step3", "step_robotics")
 """Files of this package that announce a model."""
 
 

@@ -50,7 +50,7 @@ class Rewritten:
     """
 
     def __init__(self, roots: Iterable[nn.Module], names: Sequence[str], blocks: Iterable[nn.Module] = ()) -> None:
-        self._roots = list(roots)
+        self._roots, self.names = list(roots), tuple(names)
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         modules = [module for root in self._roots for module in root.modules()]
         if "patch_embedding" in names:

@@ -28,7 +28,10 @@ _PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 def aligned_mlp(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
-    """Replacements for modules of `gate_proj`, `up_proj`, `down_proj` and `act_fn` whose width is misaligned."""
+    """Replacements for modules of `gate_proj`, `up_proj`, `down_proj` and `act_fn` whose width is misaligned.
+
+    A module with other parts is something else: GLM's merger projects and normalises first.
+    """
     return {module: _aligned(module) for module in modules if _is_misaligned(module)}
 
 
@@ -45,7 +48,8 @@ def _is_misaligned(module: Any) -> bool:
     parts = [getattr(module, name, None) for name in _PARTS]
     if not all(isinstance(part, nn.Linear) and part.weight.is_floating_point() for part in parts):
         return False
-    return hasattr(module, "act_fn") and bool(module.gate_proj.out_features % ALIGNMENT)
+    others = {name for name, _ in module.named_children()} - {*_PARTS, "act_fn"}
+    return hasattr(module, "act_fn") and not others and bool(module.gate_proj.out_features % ALIGNMENT)
 
 
 def _aligned(module: Any) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ all of this.
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from PIL import Image
@@ -28,14 +28,64 @@ from onereplay.media import Video
 from onereplay.preprocess.family import Batch, Family, PixelLimits, VideoFamily, join, naming, rgb
 from onereplay.preprocess.processors import load_image_processor
 
-__all__ = ["PixelLimits", "grid_of", "load_image_processor", "preprocess_images", "preprocess_video"]
+__all__ = ["PixelLimits", "grid_of", "load_image_processor", "own_processor", "preprocess_images", "preprocess_video"]
 
 FAMILIES: dict[str, str] = {
+    "clip": "family:Plain",
+    "clip_vision_model": "family:Plain",
+    "deepseek_ocr": "multipath:DeepseekOcr",
+    "deepseek_ocr2": "multipath:DeepseekOcr2",
+    "deepseek_v41": "deepseek_v41:DeepseekV41",
+    "deepseek_vl": "tiles:OneTile",
+    "deepseek_vl_hybrid": "tiles:OneTile",
+    "deepseek_vl_v2": "deepseek_vl2:DeepseekVL2",
+    "dinov2": "family:Plain",
+    "dinov3_vit": "family:Plain",
+    "ernie4_5_vl_moe": "family:Plain",
+    "gemma3": "family:Plain",
+    "gemma4": "gemma4:Gemma4",
+    "glm46v": "family:Plain",
+    "glm4v": "family:Plain",
+    "glm4v_moe": "family:Plain",
+    "glm_ocr": "family:Plain",
+    "idefics3": "tiles:Samples",
     "internvl": "internvl:InternVL",
+    "kimi_k25": "kimi_k25:KimiK25",
     "lfm2_vl": "lfm2_vl:Lfm2VL",
+    "lfm3_vl": "family:Plain",
+    "llama4": "family:Plain",
+    "llava": "pixtral:Pixtral",
+    "minicpmv4_6": "minicpmv4_6:MiniCPMV46",
+    "minimax_m3_vl": "family:Plain",
+    "mistral3": "pixtral:Mistral3",
     "qwen2_5_vl": "qwen2_5_vl:Qwen25VL",
+    "qwen2_vl": "qwen2_5_vl:Qwen25VL",
+    "qwen3_5": "qwen3_vl:Qwen3VL",
+    "qwen3_5_moe": "qwen3_vl:Qwen3VL",
+    "qwen3_vl": "qwen3_vl:Qwen3VL",
+    "qwen3_vl_moe": "qwen3_vl:Qwen3VL",
+    "siglip": "family:Plain",
+    "siglip2": "family:Plain",
+    "siglip2_vision_model": "family:Plain",
+    "siglip_vision_model": "family:Plain",
+    "smolvlm": "tiles:Samples",
+    "step3_vl": "multipath:Step",
+    "step3p7": "multipath:Step",
+    "step_robotics": "multipath:Step",
 }
 """What preprocesses each model type: a file of this package and its class."""
+
+
+def own_processor(model_type: str, config: Any, given: Any) -> Any:
+    """The image processor of a model for which transformers has none; None where it has one.
+
+    Args:
+        model_type: any.
+        config: the model's configuration, which says how its images are cut.
+        given: the content of a processor's configuration as a mapping, for what that says otherwise; else not read.
+    """
+    make = getattr(_family(model_type), "own_processor", None) if model_type in FAMILIES else None
+    return make(config, given if isinstance(given, Mapping) else {}) if make else None
 
 
 def preprocess_images(processor: Any, model_type: str, images: Sequence[Image.Image]) -> Batch:
@@ -57,7 +107,8 @@ def preprocess_images(processor: Any, model_type: str, images: Sequence[Image.Im
     for index, image in enumerate(images):
         with naming(f"image {index}"):
             parts.append(family.image(processor, rgb(image)))
-    return join(parts)
+    joined: Batch = getattr(family, "join", join)(parts)
+    return joined
 
 
 def preprocess_video(
@@ -77,13 +128,16 @@ def preprocess_video(
         processor: the *image* processor, from `load_image_processor`.
         model_type: `qwen2_5_vl` or `internvl`.
         video: sampled frames of one size.
-        pixel_limits: for `qwen2_5_vl`; by default those that `Qwen2VLVideoProcessor` publishes, 128 to 768 tokens.
+        pixel_limits: for `qwen2_vl` and `qwen2_5_vl` of one frame, by default those that `Qwen2VLVideoProcessor`
+            publishes, 128 to 768 tokens; for `qwen3_vl` and `qwen3_5` of the whole video, by default those that the
+            checkpoints publish, 4,096 to 25,165,824 pixels.
 
     Raises:
         InputError: the model takes images only, or a frame is refused; its index is named.
         UnsupportedModelError: the model type is not one of the three.
     """
-    return _video_family(model_type).video(processor, video, pixel_limits or PixelLimits())
+    family = _video_family(model_type)
+    return family.video(processor, video, pixel_limits or _limits(family))
 
 
 def grid_of(
@@ -115,11 +169,11 @@ def grid_of(
     """
     if width < 1 or height < 1 or (num_frames is not None and num_frames < 1):
         raise InputError(f"a size of {width}x{height} with {num_frames} frames; give at least 1 of each")
-    limits = pixel_limits or PixelLimits()
     with naming(f"{'an image' if num_frames is None else 'a video'} of {width}x{height}"):
         if num_frames is None:
             return _family(model_type).image_grid(processor, width, height)
-        return _video_family(model_type).video_grid(processor, width, height, num_frames, limits)
+        family = _video_family(model_type)
+        return family.video_grid(processor, width, height, num_frames, pixel_limits or _limits(family))
 
 
 @functools.cache
@@ -128,6 +182,12 @@ def _family(model_type: str) -> Family:
         raise UnsupportedModelError(f"no preprocessing for model type {model_type!r}; there is {', '.join(FAMILIES)}")
     module, _, name = FAMILIES[model_type].partition(":")
     found: Family = getattr(importlib.import_module(f"{__name__}.{module}"), name)()
+    return found
+
+
+def _limits(family: VideoFamily) -> PixelLimits:
+    """The limits of videos where the caller gives none: the family's `video_limits`, if it has them."""
+    found: PixelLimits = getattr(family, "video_limits", PixelLimits())
     return found
 
 

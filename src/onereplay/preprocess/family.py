@@ -17,7 +17,8 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PixelLimits:
-    """Between how many pixels a resized frame of a Qwen2.5-VL video has, before rounding to whole merged patches."""
+    """Between how many pixels a resized frame of a Qwen2.5-VL video has, before rounding to whole merged patches; for
+    Qwen3-VL, all frames of a video together."""
 
     min_pixels: int = 128 * 28 * 28
     max_pixels: int = 768 * 28 * 28
@@ -77,4 +78,8 @@ def keep(out: Mapping[str, Any], *names: str) -> Batch:
 
 
 def join(parts: Sequence[Batch]) -> Batch:
-    return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    """Entries one behind the other; an entry that an image has no part in (local tiles) is made of the others'."""
+    if len(parts) == 1:
+        return parts[0]
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: torch.cat([part[name] for part in parts if name in part]) for name in names}

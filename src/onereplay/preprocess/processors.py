@@ -93,5 +93,11 @@ def _class_of(name: str) -> Any:
     return dummy
 
 
+def needs_torchvision(config: Mapping[str, Any]) -> bool:
+    """Whether the image processor that this configuration names exists for torchvision only, installed or not."""
+    base = re.sub(r"(Fast|Pil)$", "", str(config.get("image_processor_type", "")))
+    return bool(base) and getattr(transformers, f"{base}Pil", None) is None
+
+
 def has_torchvision() -> bool:
     return importlib.util.find_spec("torchvision") is not None

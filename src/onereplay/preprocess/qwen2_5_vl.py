@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: patches of images and of videos, in the order in which they merge."""
+"""Qwen2-VL and Qwen2.5-VL: patches of images and of videos, in the order in which they merge."""
 
 from typing import Any
 
@@ -25,18 +25,23 @@ class Qwen25VL:
         side, depth = processor.patch_size, processor.temporal_patch_size
         grid = self.video_grid(processor, video.width, video.height, len(video), limits)["video_grid_thw"]
         groups, height, width = grid[0].tolist()
-        size = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
         # The rows of an image hold the same frame `depth` times: one of these slices is the frame's part of a patch.
         rows: Tensor | None = None
         for slot in range(groups * depth):
             index = min(slot, len(video) - 1)
             with naming(f"frame {index}"):
-                pixels = processor(images=[rgb(video.frames[index])], size=size, return_tensors="pt")["pixel_values"]
+                pixels = self.frame(processor, rgb(video.frames[index]), (height, width), limits)
             frame = pixels.view(height * width, -1, depth, side, side)
             rows = frame.new_empty(groups, *frame.shape) if rows is None else rows
             rows[slot // depth, :, :, slot % depth] = frame[:, :, 0]
         assert rows is not None  # A Video has frames.
         return {"pixel_values_videos": rows.flatten(2).flatten(0, 1), "video_grid_thw": grid}
+
+    def frame(self, processor: Any, image: Image.Image, grid: tuple[int, int], limits: PixelLimits) -> Tensor:
+        """The rows of one frame as of an image: `(rows * columns of grid, patch_dim)`."""
+        size = {"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels}
+        rows: Tensor = processor(images=[image], size=size, return_tensors="pt")["pixel_values"]
+        return rows
 
     def video_grid(self, processor: Any, width: int, height: int, num_frames: int, limits: PixelLimits) -> Batch:
         groups = -(-num_frames // processor.temporal_patch_size)

@@ -19,7 +19,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from onereplay.errors import ConfigError
+from onereplay.errors import ConfigError, UnsupportedModelError
 from onereplay.presets.base import Build, Preset
 
 if TYPE_CHECKING:
@@ -30,7 +30,35 @@ __all__ = ["PREFIX", "Preset", "get_preset", "hf_config", "preset_names"]
 PREFIX = "preset:"
 """Marks a preset where a model is asked for: `preset:NAME`."""
 
-FAMILIES = ("qwen2_5_vl", "internvl", "lfm2_vl")
+FAMILIES = (
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "internvl",
+    "gemma3",
+    "deepseek_vl",
+    "llama4",
+    "idefics3",
+    "lfm2_vl",
+    "gemma4",
+    "pixtral",
+    "mistral3",
+    "minicpmv4_6",
+    "glm4v",
+    "minimax_m3_vl",
+    "ernie4_5_vl",
+    "kimi_k25",
+    "lfm3_vl",
+    "deepseek_ocr",
+    "deepseek_vl2",
+    "deepseek_v41",
+    "step3",
+    "siglip",
+    "clip",
+    "dino",
+    "whisper",
+    "qwen2_audio",
+)
 """Files of this package, in the order of `onereplay models`. Each has `PRESETS`: names and how each is built."""
 
 
@@ -63,11 +91,21 @@ def get_preset(spec: str) -> Preset:
 
 
 def hf_config(preset: Preset) -> PreTrainedConfig:
-    """The transformers configuration object of a preset; new on every call."""
-    from transformers import AutoConfig
+    """The transformers configuration object of a preset; new on every call.
+
+    Raises:
+        UnsupportedModelError: the installed transformers is older than the model.
+    """
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from onereplay import models
 
     models.register()
     fields = copy.deepcopy(dict(preset.config))
-    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model_type = fields.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} has no model type {model_type!r}; install a newer one"
+        )
+    return transformers.AutoConfig.for_model(model_type, **fields)

@@ -12,7 +12,7 @@ IMAGENET_STD = [0.229, 0.224, 0.225]
 
 VOCABULARY = 64
 BOS, EOS, PAD = 1, 2, 0
-VISION_START, VISION_END, IMAGE, VIDEO = 60, 61, 62, 63
+AUDIO, VISION_START, VISION_END, IMAGE, VIDEO = 59, 60, 61, 62, 63
 
 
 Build = Callable[..., "Preset"]
@@ -74,6 +74,18 @@ def whole(
         "text_config": {**text, "tie_word_embeddings": False},
         "vision_config": vision,
     }
+
+
+def tower_alone(build: Build, architecture: str) -> Build:
+    """The vision tower of a model of two towers as a model of its own."""
+
+    def alone(name: str, *, tiny: bool) -> Preset:
+        both = build(name, tiny=tiny)
+        config = {"architectures": [architecture], "dtype": both.config["dtype"], **both.config["vision_config"]}
+        assumed = tuple(entry.removeprefix("vision_config.") for entry in both.assumed)
+        return preset(name, config, dict(both.processor), both.checkpoint, both.source, assumed, tiny)
+
+    return alone
 
 
 def preset(
