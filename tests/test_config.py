@@ -27,6 +27,10 @@ BAD: list[tuple[str, Any, str]] = [
     ("backend", "inductor", "use one of auto, cuda, traced"),
     ("optimize", 5, "is not a list"),
     ("optimize", ["nothing_like_this"], "is unknown"),
+    ("features", "pooled", "use one of auto, embedding, rows"),
+    ("tile_size", 0, "is not positive"),
+    ("tile_size", [224, 224, 3], "is no size"),
+    ("tile_size", [], "is no size"),
 ]
 
 
@@ -50,6 +54,8 @@ def test_a_bad_value_is_refused_from_keyword_and_file_alike(name: str, value: An
         ("token_budgets", "", "captures nothing"),
         ("token_budgets", "64,x", "is not an integer"),
         ("attention", "flash", "use one of"),
+        ("tile_size", "224x", "is not an integer"),
+        ("tile_size", "2x2x2", "is no size"),
     ],
 )
 def test_a_bad_value_is_refused_from_environment_and_flag_alike(name: str, text: str, rule: str) -> None:
@@ -124,6 +130,14 @@ def test_the_ladder_is_the_grid_under_the_smaller_of_cap_and_model_maximum() -> 
 def test_a_cap_below_one_tile_is_refused_with_the_smallest_that_works() -> None:
     with pytest.raises(ConfigError, match="raise it to at least 256"):
         EncoderCudaGraphConfig(max_token_budget=255).ladder(16_384, 256)
+
+
+def test_a_size_is_a_side_or_height_and_width_from_every_entry_point() -> None:
+    assert EncoderCudaGraphConfig().tile_sides is None
+    for size, sides in ((518, (518, 518)), ((480, 640), (480, 640)), ([480, 640], (480, 640))):
+        assert EncoderCudaGraphConfig(tile_size=size).tile_sides == sides  # type: ignore[arg-type]
+    for text, sides in (("518", (518, 518)), ("480x640", (480, 640)), ("480X640", (480, 640))):
+        assert load_config(environment={}, flags={"tile_size": text}).tile_sides == sides
 
 
 def test_slots_are_the_larger_of_items_and_frames() -> None:

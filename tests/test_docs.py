@@ -96,6 +96,11 @@ def test_every_module_has_one_line_and_every_line_a_module() -> None:
     assert sorted(listed) == sorted(there)
 
 
+def test_the_page_about_models_is_what_the_command_prints() -> None:
+    """Made anew with `onereplay models --markdown > docs/models.md`."""
+    assert (ROOT / "docs" / "models.md").read_text(encoding="utf-8") == call(["models", "--markdown"])
+
+
 def _has_code(path: Path) -> bool:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in tree.body)

@@ -31,9 +31,7 @@ def config_of(preset: Preset) -> Any:
 
 def test_a_model_that_transformers_lacks_is_refused_with_the_version() -> None:
     newer = replace(get_preset("internvl3-8b"), config={"model_type": "of_tomorrow"})
-    with pytest.raises(
-        UnsupportedModelError, match=r"transformers \d.* has no model type 'of_tomorrow'; install"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"transformers \d.* has no model type 'of_tomorrow'; install"):
         hf_config(newer)
 
 

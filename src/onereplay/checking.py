@@ -7,15 +7,15 @@ The tolerance, by dtype:
   and some hundred layers of sums stay below 1e-5.
 * bfloat16, float16: the relative error (norm) against a float32 copy of the model is at most 1.1 times that of plain
   transformers in the same dtype. Rounding in another order gives another error of the same size; 1.1 leaves room for
-  chance over some thousand values, and a wrong row does not fit in it. Fewer values (one embedding an image) leave
-  more to chance, as one over the square root of their number: see `half_ratio`.
+  chance, and a wrong row does not fit in it. The values of a row err together, so a batch of few rows (one embedding
+  an image, say) is judged with others of its sizes: over `ENOUGH_ROWS` in all.
 """
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,18 +25,23 @@ from torch import Tensor
 
 from onereplay.adapters.base import Adapter
 from onereplay.config import EncoderCudaGraphConfig
+from onereplay.core.budgets import MAX_BATCH_TOKENS
 from onereplay.core.manager import EncoderCudaGraphManager
 from onereplay.core.plan import Eager, Plan, Reason, Replay
-from onereplay.encoder import Encoder
+from onereplay.encoder import Encoder, planner
 from onereplay.geometry import Grid
 
 FP32_TOLERANCE = 1e-5
 HALF_RATIO = 1.1
-ENOUGH_VALUES = 4096
-"""Over so many values `HALF_RATIO` holds as it is."""
+ENOUGH_ROWS = 64
+"""Errors of one row go the same way together: half-precision errors are compared over at least so many rows, of several
+random batches where one has fewer."""
+MOST_BATCHES = 16
 SMALL_BUDGETS = (64, 80, 128, 256)
 LARGE_BUDGETS = (64, 256, 1024, 5120)
 OWNERSHIP_BATCHES = 20
+FEW_ITEMS = 8
+"""The bound on items for models of large tiles: one more than the bound is encoded, in float32 too."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,9 @@ def check_model(
         backend="traced" if backend == "auto" and not on_cuda else backend,
         attention=attention,
     )
+    adapter = planner(spec, config)[0].adapter
+    if max(map(adapter.unit, adapter.paths())) * (config.items_bound + 1) > MAX_BATCH_TOKENS:
+        config = dataclasses.replace(config, max_items_per_batch=FEW_ITEMS)
     options: dict[str, Any] = {"seed": seed} if spec.startswith("preset:") else {}
     with Encoder.from_spec(spec, device=device, dtype=dtype, config=config, **options) as encoder:
         return list(Checks(encoder, seed).run(progress or (lambda claim: None)))
@@ -180,20 +188,16 @@ class Checks:
             return self.adapter.model
         return copy.deepcopy(self.adapter.model).float()
 
-    def _errors(self, found: Tensor, inputs: Mapping[str, Any]) -> tuple[bool, str]:
-        """Whether `found` is as near to the reference as the module's rule asks, in words."""
-        reference = self._reference(inputs).double()
-        if found.shape != reference.shape:
-            return False, f"shape {tuple(found.shape)}, plain transformers gives {tuple(reference.shape)}"
+    def _samples(self, inputs: Mapping[str, Any], grids: Sequence[Grid], rows: int) -> list[Mapping[str, Any]]:
+        """These inputs, and in half precision others of the same sizes until there are rows enough."""
+        wanted = 1 if self.manager.dtype == torch.float32 else min(-(-ENOUGH_ROWS // rows), MOST_BATCHES)
+        return [inputs, *(self._inputs(grids) for _ in range(wanted - 1))]
+
+    def _truth(self, samples: Sequence[Mapping[str, Any]]) -> "_Truth":
+        reference = torch.cat([self._reference(inputs) for inputs in samples]).double()
         if self.manager.dtype == torch.float32:
-            error = float((found.double() - reference).abs().max() / reference.abs().max().clamp(min=1))
-            return error <= FP32_TOLERANCE, f"error {error:.1e} <= {FP32_TOLERANCE:.0e}"
-        ours, plain = (_relative(rows.double(), reference) for rows in (found, self._plain(inputs)))
-        allowed = half_ratio(found.numel())
-        return (
-            ours <= allowed * plain,
-            f"error {ours:.2e}, plain {plain:.2e}, ratio {ours / plain:.3f} <= {allowed:.4g}",
-        )
+            return _Truth(reference, None)
+        return _Truth(reference, torch.cat([self._plain(inputs) for inputs in samples]).double())
 
     # ------------------------------------------------------------------ claims
 
@@ -204,8 +208,11 @@ class Checks:
         step = steps.steps[path]
         if not isinstance(step, Replay) or step.capacity.tokens != budget:
             return False, f"expected one replay of {budget}, got {steps}"
-        right, words = self._errors(found, inputs)
-        eager_right, eager_words = self._errors(torch.cat(self.eager.encode(self.adapter.batch(**inputs))), inputs)
+        samples = self._samples(inputs, grids, len(found))
+        truth = self._truth(samples)
+        replayed = torch.cat([found, *(self._replay(other)[0] for other in samples[1:])])
+        eager = torch.cat([rows for one in samples for rows in self.eager.encode(self.adapter.batch(**one))])
+        (right, words), (eager_right, eager_words) = truth.judge(replayed), truth.judge(eager)
         return right and eager_right, words if eager_right else f"{words}; eager: {eager_words}"
 
     def _is_one_eager(self, path: str, grids: Sequence[Grid], *, grouped: bool = True) -> tuple[bool, str]:
@@ -215,7 +222,7 @@ class Checks:
         after = self.manager.report()
         step = steps.steps[path]
         once = sum(after.eager[path].values()) - sum(before.eager[path].values()) == 1
-        right, words = self._errors(found, inputs)
+        right, words = self._truth([inputs]).judge(found)
         return right and once and isinstance(step, Eager) and after.replays.get(path) == before.replays.get(
             path
         ), f"{steps}; {words}"
@@ -266,9 +273,28 @@ class Checks:
         return next(found[0][1] for found in sized if found)
 
 
-def half_ratio(num_values: int) -> float:
-    """How much larger than that of plain transformers the error of this many values may be."""
-    return 1 + (HALF_RATIO - 1) * max(1.0, math.sqrt(ENOUGH_VALUES / max(num_values, 1)))
+@dataclass(frozen=True)
+class _Truth:
+    """What some batches should give."""
+
+    reference: Tensor
+    """In float32, kept as float64."""
+    plain: Tensor | None
+    """Plain transformers in the encoder's half-precision dtype."""
+
+    def judge(self, found: Tensor) -> tuple[bool, str]:
+        """Whether `found` is as near to the reference as the module's rule asks, in words."""
+        if found.shape != self.reference.shape:
+            return False, f"shape {tuple(found.shape)}, plain transformers gives {tuple(self.reference.shape)}"
+        if self.plain is None:
+            scale = self.reference.abs().max().clamp(min=1)
+            error = float((found.double() - self.reference).abs().max() / scale)
+            return error <= FP32_TOLERANCE, f"error {error:.1e} <= {FP32_TOLERANCE:.0e}"
+        ours, plain = (_relative(rows.double(), self.reference) for rows in (found, self.plain))
+        return (
+            ours <= HALF_RATIO * plain,
+            f"error {ours:.2e}, plain {plain:.2e}, ratio {ours / plain:.3f} <= {HALF_RATIO}",
+        )
 
 
 def plain_features(adapter: Adapter[Any], model: Any, inputs: Mapping[str, Any]) -> Tensor:

@@ -271,9 +271,9 @@ def _adapter(module: nn.Module, example: Tensor, rewrites: Sequence[str]) -> Wra
         adapter = WrappedModule(module, example.to(_device_of(module, example)), rewrites)
     except TypeError as error:
         raise UnsupportedModelError(f"{type(module).__name__} cannot be copied or called: {error}") from error
-    odd = next((result for result in adapter.results if not isinstance(result, Tensor)), None)
-    if odd is not None or not adapter.results:
-        given = f"a {type(odd).__name__} among its results" if adapter.results else "no result"
+    odd = [type(result).__name__ for result in adapter.results if not isinstance(result, Tensor)]
+    if odd or not adapter.results:
+        given = f"a {odd[0]} among its results" if odd else "no result"
         raise UnsupportedModelError(
             f"{type(module).__name__} gives {given}; a wrapped module gives tensors: one, or a tuple, list or dict of "
             f"them"

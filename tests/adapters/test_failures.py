@@ -64,7 +64,7 @@ def test_2_a_budget_that_items_and_windows_do_not_divide_is_captured_and_right(b
 
 def test_3_the_first_of_two_equal_sizes_survives_100_later_batches(encoder: Encoder) -> None:
     path = next(iter(encoder.adapter.paths()))
-    _, grids = encoder.adapter.layouts(path, 512, 64)[0]
+    _, grids = encoder.adapter.layouts(path, 128, 64)[0]
     generator = torch.Generator().manual_seed(1)
 
     def fresh() -> list[Tensor]:

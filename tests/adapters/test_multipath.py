@@ -131,8 +131,9 @@ def test_more_local_tiles_of_one_image_than_the_cap_are_eager_on_that_path_alone
     inputs = encoder.adapter.example_inputs(grids, torch.Generator().manual_seed(0))
     steps = encoder.manager.plan(encoder.adapter.batch(**inputs)).steps
     assert isinstance(steps[GLOBAL], Replay)
-    assert isinstance(steps[LOCAL], Eager)
-    assert steps[LOCAL].reason is Reason.OVER_LARGEST_BUDGET
+    local = steps[LOCAL]
+    assert isinstance(local, Eager)
+    assert local.reason is Reason.OVER_LARGEST_BUDGET
     assert_plain(encoder, encoder.encode_inputs(**inputs), inputs)
 
 
@@ -168,7 +169,7 @@ def test_index_arrays_are_made_once_for_each_arrangement() -> None:
         made.append(grid)
         return stock(grid, *tokens)
 
-    adapter.order = counted  # type: ignore[method-assign]
+    adapter.order = counted  # type: ignore[assignment,method-assign]
     for _ in range(3):
         adapter.items_of(num_local_patches=[6, 0, 6], patches_grid=[[3, 2], [1, 1], [2, 3]])
     assert made == [Grid(1, 2, 3), NONE, Grid(1, 3, 2)]

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from onereplay import EncoderCudaGraphConfig
+from onereplay.acceleration import accelerate
 from onereplay.adapters import adapter_class
 from onereplay.checking import FP32_TOLERANCE, plain_features
 from onereplay.core.plan import Eager, Reason, Replay
@@ -167,3 +168,32 @@ def test_vision_settings_as_the_hub_spells_them_give_the_width_of_a_row(
     assert adapter.paths()["vision"].outputs[0].shape == (width,)
     (item,) = adapter.items_of(image_grid_thw=[[1, 34, 46]])
     assert item.num_tokens == math.prod((34, 46)) // 4
+
+
+# -------- the whole model
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_an_accelerated_model_has_the_stock_logits_for_images_and_videos(model_type: str) -> None:
+    """Qwen3 writes each frame of a video apart from the others; so do the prompts of all here. Its deepstack levels of
+    images and of videos are joined by the language model: each must come in the form that it expects."""
+    stock, model = (
+        AutoModelForImageTextToText.from_config(hf_config(get_preset(tiny_preset(model_type)))).eval() for _ in range(2)
+    )
+    for each in (stock, model):
+        random_weights_(each, tuple(name for name, _ in each.named_children()), seed=2)
+    start, end, image, video = 60, 61, 62, 63
+    grids = [Grid(1, 4, 6), Grid(1, 2, 2), Grid(2, 4, 4)]
+    tokens = [(image, 6), (image, 1), *([(video, 8)] if model_type == "qwen2_vl" else [(video, 4), (video, 4)])]
+    ids = torch.tensor([[5, *(i for kind, count in tokens for i in (start, *[kind] * count, end, 7))]])
+    with accelerate(model, CONFIG) as handle, torch.no_grad():
+        inputs = handle.adapter.example_inputs(grids, torch.Generator().manual_seed(0))
+        inputs |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs["mm_token_type_ids"] = (ids == image).int() + 2 * (ids == video).int()
+        found, expected = model(**inputs).logits, stock(**inputs).logits
+        assert handle.report().items == 3
+        assert handle.report().eager == {"vision": {}}
+        inputs["pixel_values_videos"] = -inputs["pixel_values_videos"]
+        other = stock(**inputs).logits
+    assert (found - expected).abs().max() <= FP32_TOLERANCE * expected.abs().max().clamp(min=1)
+    assert (other - expected).abs().max() > 0.01 * expected.abs().max(), "the logits depend on the video"

@@ -7,8 +7,10 @@ Tolerance of features: the fp32 rule of `onereplay.checking`, 1e-5 of the larges
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -19,6 +21,7 @@ from onereplay.core.plan import Eager, Replay
 from onereplay.encoder import Encoder
 from onereplay.errors import InputError
 from onereplay.loading import random_weights_
+from onereplay.preprocess import load_image_processor
 from onereplay.presets import get_preset, hf_config
 
 CONFIG = EncoderCudaGraphConfig(token_budgets=(16, 64), backend="traced")
@@ -132,6 +135,37 @@ def test_tiles_are_counted_under_the_names_of_the_processors(
 def test_counts_that_do_not_fit_are_refused(name: str, counts: dict[str, Any], message: str) -> None:
     with made(name) as encoder, pytest.raises(InputError, match=message):
         encoder.encode_inputs(pixel_values=pixels(encoder, 3), **counts)
+
+
+# ------------------------------------------------------------------ files
+
+PAN_AND_SCAN = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 16,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "tiles"),
+    [
+        ("gemma3-4b", {}, [1, 1]),
+        ("gemma3-4b", PAN_AND_SCAN, [4, 1]),
+        ("deepseek_vl-1.3b", {}, [1, 1]),
+        ("deepseek_vl-7b", {}, [1, 1]),
+    ],
+)
+def test_images_are_the_tiles_that_the_processor_makes(name: str, options: dict[str, Any], tiles: list[int]) -> None:
+    random = np.random.default_rng(0)
+    images = [Image.fromarray(random.integers(0, 256, (50, width, 3), np.uint8)) for width in (150, 50)]
+    settings = {**get_preset(f"{name}@tiny").processor, **options}
+    with made(name) as first, Encoder(first.adapter.model, CONFIG, processor=settings) as encoder:
+        found = encoder.encode(images)
+        assert [len(rows) for rows in found] == [4 * count for count in tiles]
+        assert [encoder.preprocessor.item(image)[0].num_tokens for image in images] == [4 * count for count in tiles]
+        given = load_image_processor(settings)(images=images, return_tensors="pt")
+        assert_close(torch.cat(found), plain_features(encoder.adapter, encoder.adapter.model, given))
 
 
 # ------------------------------------------------------------------ checkpoints

@@ -28,7 +28,7 @@ from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionModel
 
 from onereplay.attention import backends, resolve_backend, varlen_attention
 from onereplay.attention.backends import FA4_MIN_SEQLEN, HEAD_SIZES, fa4_installed
-from onereplay.attention.interface import PREFIX, use_varlen
+from onereplay.attention.interface import PREFIX, as_mask, use_varlen
 from onereplay.config import ATTENTION_BACKENDS
 from onereplay.errors import ConfigError, MissingDependencyError, OnereplayError
 
@@ -363,24 +363,28 @@ def test_offsets_of_the_qwen_line_are_obeyed() -> None:
 
 
 def test_offsets_in_place_of_a_mask_are_obeyed_inside_a_block(config: Siglip2VisionConfig) -> None:
-    with use_varlen(config, "reference", max_seqlen=6):
-        output, _ = attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS), scaling=0.25)
+    with use_varlen(config, "reference"):
+        output, _ = attention_forward(MODULE, *batched(*QKV), as_mask(offsets(*BOUNDS), 6), scaling=0.25)
     assert_close(output[0], EXPECTED)
 
 
 def test_the_scale_is_that_of_the_head_size_where_none_is_given(config: Siglip2VisionConfig) -> None:
-    with use_varlen(config, "auto", max_seqlen=6):
-        output, _ = attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS))
+    with use_varlen(config, "auto"):
+        output, _ = attention_forward(MODULE, *batched(*QKV), as_mask(offsets(*BOUNDS), 6))
     assert_close(output[0], by_hand(*QKV, BOUNDS, 8**-0.5))
 
 
-def test_the_bound_of_the_call_goes_before_that_of_the_block(config: Siglip2VisionConfig) -> None:
-    call: dict[str, Any] = {"scaling": 0.25, "cu_seq_lens_q": offsets(*BOUNDS)}
-    with use_varlen(config, "auto", max_seqlen=2):
-        output, _ = attention_forward(MODULE, *batched(*QKV), None, max_length_q=6, **call)
-    assert_close(output[0], EXPECTED)
-    with use_varlen(config, "auto", max_seqlen=2), pytest.raises(ValueError, match="exceeds max_seqlen=2"):
-        attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS), scaling=0.25)
+def test_the_bound_travels_with_the_offsets_and_takes_no_memory(config: Siglip2VisionConfig) -> None:
+    mask = as_mask(offsets(*BOUNDS), 6)
+    assert (tuple(mask.shape), mask.untyped_storage().nbytes()) == ((6, 3), 12)
+    with use_varlen(config, "auto"), pytest.raises(ValueError, match="exceeds max_seqlen=2"):
+        attention_forward(MODULE, *batched(*QKV), as_mask(offsets(*BOUNDS), 2), scaling=0.25)
+
+
+def test_sequences_of_one_row_have_a_bound_of_one(config: Siglip2VisionConfig) -> None:
+    with use_varlen(config, "reference"):
+        output, _ = attention_forward(MODULE, *batched(*QKV), as_mask(offsets(*range(11)), 1), scaling=0.25)
+    assert_close(output[0], by_hand(*QKV, [*range(11)], 0.25))
 
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
@@ -408,7 +412,7 @@ def test_the_back_end_of_the_name_is_the_one_that_runs(backend: str) -> None:
 def test_offsets_without_a_bound_never_attend_across_sequences(inside: bool, config: Siglip2VisionConfig) -> None:
     call: dict[str, Any] = {"cu_seq_lens_q": offsets(*BOUNDS), "cu_seq_lens_k": offsets(*BOUNDS)}
     try:
-        with use_varlen(config, "auto", max_seqlen=6) if inside else nullcontext():
+        with use_varlen(config, "auto") if inside else nullcontext():
             output, _ = attention_forward(MODULE, *batched(*QKV), None, scaling=0.25, **call)
     except (OnereplayError, ValueError):
         return
@@ -427,7 +431,7 @@ MASKS = {
 def test_a_call_that_is_not_ours_is_transformers_own(mask: str, inside: bool, config: Siglip2VisionConfig) -> None:
     expected, _ = sdpa_attention_forward(MODULE, *batched(*QKV), MASKS[mask], scaling=0.25, is_causal=False)
     if inside:
-        with use_varlen(config, "auto", max_seqlen=6):
+        with use_varlen(config, "auto"):
             output, _ = attention_forward(MODULE, *batched(*QKV), MASKS[mask], scaling=0.25, is_causal=False)
     else:
         output, _ = attention_forward(MODULE, *batched(*QKV), MASKS[mask], scaling=0.25, is_causal=False)
@@ -496,23 +500,23 @@ def test_a_block_switches_the_name_and_restores_it(name: str | None, backend: st
     assert config._attn_implementation == name
 
 
-def test_a_block_that_raises_restores_the_name_the_bound_and_the_tiles(config: Siglip2VisionConfig) -> None:
+def test_a_block_that_raises_restores_the_name_and_the_tiles(config: Siglip2VisionConfig) -> None:
     expected, _ = sdpa_attention_forward(MODULE, *tiles(), None, scaling=0.25, is_causal=False)
-    with use_varlen(config, "auto", max_seqlen=6):
-        with pytest.raises(KeyError), use_varlen(config, "auto", max_seqlen=1, tiles=True):
+    with use_varlen(config, "auto"):
+        with pytest.raises(KeyError), use_varlen(config, "auto", tiles=True):
             raise KeyError
-        output, _ = attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS), scaling=0.25)
+        output, _ = attention_forward(MODULE, *batched(*QKV), as_mask(offsets(*BOUNDS), 6), scaling=0.25)
         assert_close(output[0], EXPECTED)
         assert torch.equal(plain_tiles(), expected)
     assert config._attn_implementation == "sdpa"
 
 
 def test_blocks_nest(config: Siglip2VisionConfig) -> None:
-    with use_varlen(config, "auto", max_seqlen=6):
-        with use_varlen(config, "auto", max_seqlen=1):
+    with use_varlen(config, "auto"):
+        with use_varlen(config, "auto"):
             pass
         assert config._attn_implementation == NAME
-        output, _ = attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS), scaling=0.25)
+        output, _ = attention_forward(MODULE, *batched(*QKV), as_mask(offsets(*BOUNDS), 6), scaling=0.25)
         assert_close(output[0], EXPECTED)
     assert config._attn_implementation == "sdpa"
 
@@ -543,7 +547,7 @@ def test_overlapping_blocks_of_two_threads_restore_the_name_when_the_last_one_en
 
     def first() -> None:
         try:
-            with use_varlen(config, "auto", max_seqlen=1):
+            with use_varlen(config, "auto"):
                 entered.set()
                 leave.wait(60)
                 if fails:
@@ -556,11 +560,11 @@ def test_overlapping_blocks_of_two_threads_restore_the_name_when_the_last_one_en
     thread = threading.Thread(target=first)
     thread.start()
     assert entered.wait(60)
-    with use_varlen(config, "auto", max_seqlen=6):
+    with use_varlen(config, "auto"):
         leave.set()
         assert left.wait(60)
         assert config._attn_implementation == NAME
-        output, _ = attention_forward(MODULE, *batched(*QKV), offsets(*BOUNDS), scaling=0.25)
+        output, _ = attention_forward(MODULE, *batched(*QKV), as_mask(offsets(*BOUNDS), 6), scaling=0.25)
     thread.join()
     assert seen == [NAME]
     assert config._attn_implementation == "sdpa"
@@ -570,7 +574,7 @@ def test_overlapping_blocks_of_two_threads_restore_the_name_when_the_last_one_en
 def in_a_thread_beside(config: Any, work: Callable[[], Tensor]) -> Tensor:
     """The result of `work` in another thread while this one holds a block open."""
     results: list[Tensor] = []
-    with use_varlen(config, "auto", max_seqlen=1, tiles=True):
+    with use_varlen(config, "auto", tiles=True):
         thread = threading.Thread(target=lambda: results.append(work()))
         thread.start()
         thread.join()

@@ -20,7 +20,20 @@ QWEN = {
     "many equal items": [Grid(1, 4, 4)] * 11,
 }
 TILES = {"three images of three, one and one tiles": [Grid(1, 1, 1)] * 5, "one tile": [Grid(1, 1, 1)]}
-CASES = {"qwen2_5_vl-7b@tiny": QWEN, "internvl3-1b@tiny": TILES}
+PATHS = {
+    "with and without local tiles": [Grid(1, 2, 2), Grid(1, 0, 0), Grid(1, 1, 2)],
+    "one image: the other rank is empty": [Grid(1, 2, 1)],
+}
+CROPS = {"images of other crops": [Grid(1, 1, 1), Grid(1, 2, 1), Grid(1, 1, 3)], "one image": [Grid(1, 1, 2)]}
+SPANS = {"images of other sizes": [Grid(1, 6, 9), Grid(1, 3, 3), Grid(1, 12, 6)], "one image": [Grid(1, 6, 6)]}
+CASES = {
+    "qwen2_5_vl-7b@tiny": QWEN,
+    "internvl3-1b@tiny": TILES,
+    "deepseek_ocr@tiny": PATHS,
+    "deepseek_vl2-tiny@tiny": CROPS,
+    "deepseek_v41-flash@tiny": SPANS,
+}
+OTHERS = sorted(set(CASES) - {"qwen2_5_vl-7b@tiny"})
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
@@ -88,10 +101,11 @@ def test_photos_are_decoded_by_the_rank_that_encodes_them(ranks: list[Seen], sin
     assert all("no such file.png" in seen["missing"] for seen in ranks)
 
 
-def test_tiles_are_spread_like_any_other_item(tmp_path: Path) -> None:
-    single = tiny("internvl3-1b@tiny")
-    ranks = seen_by(2, "internvl3-1b@tiny", tmp_path)
-    for name, grids in TILES.items():
+@pytest.mark.parametrize("spec", OTHERS)
+def test_tiles_paths_and_assembled_items_are_spread_like_any_other(spec: str, tmp_path: Path) -> None:
+    single = tiny(spec)
+    ranks = seen_by(2, spec, tmp_path)
+    for name, grids in CASES[spec].items():
         expected = single.encode_inputs(**inputs(single, grids))
         assert all(same(seen[name], expected) for seen in ranks), name
 

@@ -81,7 +81,8 @@ class Adapter(ABC, Generic[BatchT]):
             self._weights += [(model._parameters, part) for part in found if part not in modules]
             self.own = SimpleNamespace(**found | {part: share_weights(value) for part, value in modules.items()})
         roots = [value for value in vars(self.own).values() if isinstance(value, nn.Module)]
-        self.rewritten = Rewritten(roots, optimize, self.blocks() if model is not None else ())
+        blocks = self.blocks() if model is not None else ()
+        self.rewritten = Rewritten(roots, optimize, blocks, tiles=self.engine != "packed")
 
     @classmethod
     def fits(cls, model: Any) -> bool:

@@ -11,6 +11,7 @@ the adapter's own copies do the same with pairs of real ones, which `torch.compi
 Capacity rule: see `TileAdapter`. A tile of 336 pixels is 577 rows in the tower and 144 tokens behind it.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from types import MethodType
@@ -97,6 +98,14 @@ class Llama4(TileAdapter):
     def stock_output(self, features: Sequence[Tensor]) -> Any:
         """`last_hidden_state` is one tensor, `(tiles, tile_tokens, vision_output_dim)`, and not projected."""
         return BaseModelOutputWithPooling(last_hidden_state=torch.stack(list(features)))
+
+    def stock_features(self, model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
+        """As for other models; transformers 5.17 also asks for a strategy, which its tower does not read."""
+        weight = model.multi_modal_projector.linear_1.weight
+        name = "vision_feature_select_strategy"
+        asked = {name: "default"} if name in inspect.signature(model.get_image_features).parameters else {}
+        pixels = inputs["pixel_values"].to(self.device, weight.dtype)
+        return self.stock_rows(model.get_image_features(pixel_values=pixels, **asked))
 
     def stock_rows(self, output: Any) -> list[Tensor]:
         """What the model makes of the output: projected, in the output's own precision."""

@@ -203,7 +203,10 @@ class MultiPathAdapter(Adapter[MultiPathBatch]):
             raise InputError(
                 f"{name} has shape {shape}, {self.model_type} takes square tiles (tiles, {self.channels}, side, side)"
             )
-        self.tokens_of(shape[2])
+        try:
+            self.tokens_of(shape[2])
+        except InputError as error:
+            raise InputError(f"{name} has shape {shape}: {error}") from error
         return shape[2]
 
     def grids_of(self, given: Mapping[str, Any], num_items: int | None) -> tuple[Grid, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from onereplay import geometry
 from onereplay.adapters.base import host_rows, refuse_unknown, tile_counts
 from onereplay.adapters.packed import PackedAdapter, PackedBatch
-from onereplay.attention.interface import use_varlen
+from onereplay.attention.interface import as_mask, use_varlen
 from onereplay.core.buffers import Array, Buffers, Declaration, Offsets, Rows, Staged
 from onereplay.core.items import Item, Modality
 from onereplay.errors import InputError
@@ -126,9 +126,10 @@ class NaflexAdapter(PackedAdapter):
         tower = self.naflex
         hidden = tower.embeddings.patch_embedding(buffers.pixels) + self._positions(buffers.places)
         hidden = hidden.unsqueeze(0)
-        with use_varlen(tower.config, self.attention, bounds["cu_seqlens"]):
+        offsets = as_mask(buffers.cu_seqlens, bounds["cu_seqlens"])
+        with use_varlen(tower.config, self.attention):
             for layer in tower.encoder.layers:
-                hidden = layer(hidden, buffers.cu_seqlens)
+                hidden = layer(hidden, offsets)
         normed: Tensor = tower.post_layernorm(hidden).squeeze(0)
         return normed
 

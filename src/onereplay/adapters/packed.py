@@ -8,7 +8,7 @@ import functools
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -148,12 +148,14 @@ class PackedAdapter(Adapter[PackedBatch]):
 
     def layouts(self, path: str, tokens: int, max_items: int) -> list[tuple[str, list[Grid]]]:
         """The fewest images, twice as many, as many as there may be, and a video where the model takes videos."""
-        piece = tokens if self.max_sequence_patches is None else self.max_sequence_patches // self.merge**2
+        piece = self._longest_piece(tokens)
         fewest, many = -(-tokens // piece), min(tokens, max_items)
+        while geometry.unequal_parts(tokens, fewest)[0] > piece:
+            fewest += 1
         counts = {"the fewest images": fewest}
         if tokens >= 2:
             counts["two images" if fewest == 1 else "more images"] = 2 * fewest
-        if many > 2 and tokens // many <= piece:
+        if many > 2 and geometry.unequal_parts(tokens, many)[0] <= piece:
             counts[f"{many} images"] = many
         found = [
             (name, [geometry.square_grid(part, self.merge) for part in geometry.unequal_parts(tokens, count)])
@@ -165,10 +167,14 @@ class PackedAdapter(Adapter[PackedBatch]):
 
     def video_layout(self, tokens: int) -> list[Grid]:
         """A video, and an image if need be, of exactly this many tokens together (at least 4)."""
-        frames = max(t for t in range(2, 9) if t <= tokens)
+        frames = max(-(-tokens // self._longest_piece(tokens)), *(t for t in range(2, 9) if t <= tokens))
         clip = geometry.square_grid(tokens // frames, self.merge)._replace(t=frames)
         rest = tokens % frames
         return [clip, *([geometry.square_grid(rest, self.merge)] if rest else [])]
+
+    def _longest_piece(self, tokens: int) -> int:
+        """Tokens of the longest sequence that the processor makes, or all of them."""
+        return tokens if self.max_sequence_patches is None else self.max_sequence_patches // self.merge**2
 
     # The adapters' side
 

@@ -28,8 +28,6 @@ PREFIX = "onereplay_flash_varlen_"
 class _Active(threading.local):
     """What the running forward of this thread asked for."""
 
-    max_seqlen: int | None = None
-    """The bound for layers that pass none."""
     tiles: bool = False
     """The forward's batch is tiles of one length without a mask, each a sequence."""
 
@@ -59,15 +57,14 @@ def attention_forward(
         return _packed_forward(query, key, value, cu_seq_lens_q, bound, scale, backend), None
     if _active.tiles and attention_mask is None:
         return _tiles_forward(query, key, value, scale, backend), None
-    cu_seqlens, max_seqlen = _offsets_in(attention_mask), _active.max_seqlen
-    if cu_seqlens is None or max_seqlen is None:
+    if attention_mask is None or not _holds_offsets(attention_mask):
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         result: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return result
-    return _packed_forward(query, key, value, cu_seqlens, max_seqlen, scale, backend), None
+    return _packed_forward(query, key, value, attention_mask[0], attention_mask.shape[0], scale, backend), None
 
 
 def _packed_forward(
@@ -85,30 +82,37 @@ def _tiles_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, back
     return output.view(tiles, length, *output.shape[1:])
 
 
-def _offsets_in(attention_mask: Tensor | None) -> Tensor | None:
-    """`attention_mask` if it is offsets (one dimension of int32), else None."""
-    is_offsets = attention_mask is not None and attention_mask.ndim == 1 and attention_mask.dtype == torch.int32
-    return attention_mask if is_offsets else None
+def as_mask(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """Offsets for layers that hand on nothing but `attention_mask`: int32 `(max_seqlen, S + 1)`, every row the offsets.
+
+    A view without memory of its own, whose height is the bound: so the bound travels with the offsets, and compiled
+    layers see a size that varies where a value of Python would be compiled in.
+    """
+    return cu_seqlens.expand(max_seqlen, -1)
+
+
+def _holds_offsets(attention_mask: Tensor) -> bool:
+    """A mask of `as_mask`; a row alone has a stride that means nothing."""
+    repeated = attention_mask.ndim == 2 and (attention_mask.shape[0] == 1 or attention_mask.stride(0) == 0)
+    return repeated and attention_mask.dtype == torch.int32
 
 
 @contextlib.contextmanager
-def use_varlen(config: Any, backend: str, max_seqlen: int | None = None, *, tiles: bool = False) -> Iterator[None]:
+def use_varlen(config: Any, backend: str, *, tiles: bool = False) -> Iterator[None]:
     """Run the tower of this transformers vision config through `varlen_attention` inside the block.
 
     Args:
         config: the tower's config object, shared by its layers.
         backend: a name of `onereplay.attention`, `auto` too.
-        max_seqlen: the bound for layers that do not pass one themselves.
         tiles: the forward's batch is tiles of one length without a mask.
     """
-    previous = _active.max_seqlen, _active.tiles
-    _active.max_seqlen, _active.tiles = max_seqlen, tiles
+    previous, _active.tiles = _active.tiles, tiles
     block = _switch(config, PREFIX + backend)
     try:
         yield
     finally:
         _switch_back(config, block)
-        _active.max_seqlen, _active.tiles = previous
+        _active.tiles = previous
 
 
 @dataclass

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from onereplay.adapters.base import Adapter
+from onereplay.adapters.multipath import GLOBAL, LOCAL
 from onereplay.core.items import Modality
 from onereplay.geometry import Grid
 
@@ -79,18 +80,19 @@ def sized(adapter: Adapter[Any], tokens: int) -> Shape:
     unit = adapter.unit(path)
     whole = max(tokens // unit, 1) * unit
     _, grids = adapter.layouts(path, whole, tokens)[0]
-    if adapter.engine == "tiles":
+    if _takes_counts(adapter):
         return Shape(f"{whole:,}", tuple((Grid(1, 1, 1),) * count for count in _portions(len(grids), MAX_TILES)))
     return Shape(f"{whole:,}", tuple((grid,) for grid in grids))
 
 
 def picture(adapter: Adapter[Any], height: int, width: int) -> tuple[Grid, ...]:
     """An image of this many pixels, as its grids; see the module."""
-    if adapter.engine == "tiles":
-        sides: tuple[int, ...] = adapter.tile_shape[1:]  # type: ignore[attr-defined]
-        down, across = (max(1, round(pixels / side)) for pixels, side in zip((height, width), sides, strict=True))
-        tiles = min(down * across, MAX_TILES)
-        return (Grid(1, 1, 1),) * (tiles + (tiles > 1))
+    if adapter.engine != "packed":
+        side: int = adapter.sides[LOCAL] if adapter.engine == "multi-path" else adapter.tile_shape[-1]  # type: ignore[attr-defined]
+        down, across = _tiles_of(height / side, width / side)
+        if _takes_counts(adapter):
+            return (Grid(1, 1, 1),) * (down * across + (down * across > 1))
+        return (Grid(1, down, across) if down * across > 1 or adapter.engine == "tiles" else Grid(1, 0, 0),)
     merge = int(adapter.merge)  # type: ignore[attr-defined]
     unit = int(adapter.config.vision_config.patch_size) * merge
     most: int | None = adapter.max_sequence_patches  # type: ignore[attr-defined]
@@ -130,19 +132,36 @@ def _portions(total: int, most: int) -> list[int]:
 
 
 def num_tokens(adapter: Adapter[Any], shape: Shape) -> int:
-    """Tokens of the batch on the model's first path."""
-    path = next(iter(adapter.paths()))
+    """Tokens of the batch, over all paths."""
+    if adapter.engine == "multi-path":
+        tiles = sum(grid.num_patches for grid in shape.grids)
+        return adapter.unit(GLOBAL) * len(shape.grids) + adapter.unit(LOCAL) * tiles
     if adapter.engine == "tiles":
-        return adapter.unit(path) * len(shape.grids)
+        unit = adapter.unit(next(iter(adapter.paths())))
+        whole = 0 if _takes_counts(adapter) else 1  # beside its crops an image has a tile of the whole
+        return unit * sum(grid.num_patches + whole for grid in shape.grids)
     return sum(adapter.size(grid).tokens for grid in shape.grids)  # type: ignore[attr-defined]
+
+
+def _takes_counts(adapter: Adapter[Any]) -> bool:
+    """A model of tiles that only counts them; others want to know how an image's tiles lie."""
+    return bool(getattr(adapter, "size_names", ()))
+
+
+def _tiles_of(down: float, across: float) -> tuple[int, int]:
+    """Rows and columns of tiles, at most `MAX_TILES`, in about these proportions."""
+    shrink = min(1.0, math.sqrt(MAX_TILES / (down * across)))
+    return max(1, round(down * shrink)), max(1, min(round(across * shrink), MAX_TILES // max(1, round(down * shrink))))
 
 
 def processor_outputs(adapter: Adapter[Any], shape: Shape, dtype: torch.dtype) -> Inputs:
     """What the model's processor would return: on the CPU, pixels in float32 from a fixed seed, rounded to `dtype`."""
     inputs: Inputs = dict(adapter.example_inputs(shape.grids, torch.Generator().manual_seed(0)))
     inputs = {name: value.to(dtype).float() if _holds_pixels(value) else value for name, value in inputs.items()}
-    if adapter.engine == "tiles":
-        inputs["num_patches"] = [len(item) for item in shape.items]
+    if _takes_counts(adapter):
+        names: tuple[str, ...] = adapter.size_names  # type: ignore[attr-defined]
+        counts = "num_patches" if "num_patches" in names else names[0]
+        inputs[counts] = [len(item) for item in shape.items]
     return inputs
 
 

@@ -146,10 +146,10 @@ def _page(adapters: Sequence[Mapping[str, Any]], presets: Sequence[_PresetRow]) 
     yield ""
     yield "## Presets"
     yield ""
-    yield "A preset is a published configuration; with random weights it needs no download. Each also has a form `@tiny`."
-    yield f"{', '.join(sizes)}: tokens of an image of that size, and in brackets the rows of its result where learned rows"
-    yield "are among them; empty where only an image processor for torchvision tells. A tile: tokens of one, for fixed"
-    yield "tiles."
+    yield "A preset is a published configuration, with random weights; each has a small form, `NAME@tiny`."
+    yield f"{', '.join(sizes)}: tokens of an image of that size, and in brackets the rows of its result where"
+    yield "learned rows are among them; empty where only an image processor for torchvision tells. A tile: tokens of"
+    yield "one, for fixed tiles."
     yield ""
     yield from _table(
         ("preset", "model type", "checkpoint", *sizes, "a tile"),

@@ -121,7 +121,7 @@ class Embeddings(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """`(tiles, channels, pixels, pixels)` to `(tiles, CLASS_ROWS + patches, width)`."""
-        grid = self.patch_embedding(pixels)
+        grid = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype))
         tiles, _, side, _ = grid.shape
         rows = torch.cat([self.class_embedding.expand(tiles, CLASS_ROWS, -1), grid.flatten(2).transpose(1, 2)], dim=1)
         return rows + self._positions(side)

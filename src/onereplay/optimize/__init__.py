@@ -47,9 +47,16 @@ class Rewritten:
         roots: an adapter's own copies of the vision modules.
         names: which rewrites.
         blocks: the modules that `compiled_blocks` compiles.
+        tiles: their hidden states are tiles of a fixed size.
     """
 
-    def __init__(self, roots: Iterable[nn.Module], names: Sequence[str], blocks: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        roots: Iterable[nn.Module],
+        names: Sequence[str],
+        blocks: Iterable[nn.Module] = (),
+        tiles: bool = False,
+    ) -> None:
         self._roots, self.names = list(roots), tuple(names)
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         modules = [module for root in self._roots for module in root.modules()]
@@ -58,7 +65,7 @@ class Rewritten:
         if "aligned_mlp" in names:
             self._replace(aligned_mlp(modules))
         if "compiled_blocks" in names:
-            self._replace(compiled_blocks(blocks))
+            self._replace(compiled_blocks(blocks, tiles))
 
     def _replace(self, forwards: Forwards) -> None:
         for module, forward in forwards.items():

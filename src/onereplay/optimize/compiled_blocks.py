@@ -10,9 +10,28 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+import torch._dynamo
+from torch import Tensor, nn
 
 
-def compiled_blocks(blocks: Iterable[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
-    """A compiled `forward` for each block."""
-    return {block: torch.compile(block.forward, dynamic=True) for block in blocks}
+def compiled_blocks(blocks: Iterable[nn.Module], tiles: bool) -> dict[nn.Module, Callable[..., Any]]:
+    """A compiled `forward` for each block.
+
+    Args:
+        blocks: of one tower or several.
+        tiles: hidden states are `(tiles, ...)` of fixed sizes behind the first; else `(..., rows, width)`. What is
+            fixed is compiled as a number: with sizes as symbols Inductor may search for minutes (24x24 patches a tile
+            took 103 s on a CPU, 33 s so).
+    """
+    return {block: _with_fixed_sizes(torch.compile(block.forward, dynamic=True), tiles) for block in blocks}
+
+
+def _with_fixed_sizes(compiled: Callable[..., Any], tiles: bool) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if isinstance(hidden, Tensor):
+            for dimension in range(1 if tiles else hidden.ndim - 1, hidden.ndim):
+                torch._dynamo.mark_static(hidden, dimension)
+        return compiled(*args, **kwargs)
+
+    return forward

@@ -7,11 +7,20 @@ Some model types, by the `model_type` of their configuration; others give what t
     internvl    images: pixel_values [T, C, S, S], num_patches [N], the tiles of each image
                 a video: pixel_values [F, C, S, S], num_frames [1]; a frame is one tile
     lfm2_vl     images: pixel_values [T, L, C*p*p], pixel_attention_mask [T, L], spatial_shapes [T, 2], num_tiles [N]
+    deepseek_vl_v2  images: pixel_values [T, C, S, S], images_spatial_crop [N, 2], columns and rows of tiles
+    deepseek_v41    images: patches [P, C, p, p], vit_grid [N, 2], rows and columns of patches
+
+    gemma4      images: pixel_values [N, L, C*p*p], image_position_ids [N, L, 2], num_soft_tokens_per_image [N]
+                a video: pixel_values_videos [F, L, C*p*p], video_position_ids [F, L, 2], num_frames_per_video [1],
+                num_soft_tokens_per_video [1]
+    llava, mistral3  images: pixel_values [N, C, H, W], the largest height and width, and image_sizes [N, 2]
+    minicpmv4_6  images: pixel_values [1, C, p, p*P], target_sizes [T, 2], num_patches_per_image [N], slices of each
 
     N images, P patches, T tiles of all images, F frames, L patches that a tile is padded to, C channels,
     tp frames in a patch (2), p patch side and S tile side in pixels. Pixels are float32, sizes int64, the mask int32.
 
-The work is done by the image processors of transformers, one image at a time, so that an error names its image.
+The work is done by the image processors of transformers, one image at a time, so that an error names its image; by
+ours where transformers has none (`own_processor`).
 `grid_of` gives the sizes alone: `onereplay plan` needs no pixels. Source: transformers 5.17 and 5.24, which agree in
 all of this.
 """
@@ -31,16 +40,16 @@ from onereplay.preprocess.processors import load_image_processor
 __all__ = ["PixelLimits", "grid_of", "load_image_processor", "own_processor", "preprocess_images", "preprocess_video"]
 
 FAMILIES: dict[str, str] = {
-    "clip": "family:Plain",
-    "clip_vision_model": "family:Plain",
+    "clip": "tiles:OneTile",
+    "clip_vision_model": "tiles:OneTile",
     "deepseek_ocr": "multipath:DeepseekOcr",
     "deepseek_ocr2": "multipath:DeepseekOcr2",
     "deepseek_v41": "deepseek_v41:DeepseekV41",
     "deepseek_vl": "tiles:OneTile",
     "deepseek_vl_hybrid": "tiles:OneTile",
     "deepseek_vl_v2": "deepseek_vl2:DeepseekVL2",
-    "dinov2": "family:Plain",
-    "dinov3_vit": "family:Plain",
+    "dinov2": "tiles:OneTile",
+    "dinov3_vit": "tiles:OneTile",
     "ernie4_5_vl_moe": "family:Plain",
     "gemma3": "family:Plain",
     "gemma4": "gemma4:Gemma4",
@@ -64,10 +73,10 @@ FAMILIES: dict[str, str] = {
     "qwen3_5_moe": "qwen3_vl:Qwen3VL",
     "qwen3_vl": "qwen3_vl:Qwen3VL",
     "qwen3_vl_moe": "qwen3_vl:Qwen3VL",
-    "siglip": "family:Plain",
+    "siglip": "tiles:OneTile",
     "siglip2": "family:Plain",
     "siglip2_vision_model": "family:Plain",
-    "siglip_vision_model": "family:Plain",
+    "siglip_vision_model": "tiles:OneTile",
     "smolvlm": "tiles:Samples",
     "step3_vl": "multipath:Step",
     "step3p7": "multipath:Step",

@@ -9,7 +9,7 @@ from onereplay.preprocess.family import Batch, Plain
 
 
 class OneTile(Plain):
-    """An image is one tile (in every pixel input of the model, if there are two): DeepSeek-VL."""
+    """An image is one tile (in every pixel input of the model, if there are two): DeepSeek-VL, and plain towers."""
 
     def image(self, processor: Any, image: Image.Image) -> Batch:
         return {**super().image(processor, image), "num_patches": torch.ones(1, dtype=torch.int64)}

@@ -7,7 +7,7 @@ same structure in a size for a CPU.
 Every size is written out. The defaults of the transformers configuration classes are not the checkpoints'
 (`Qwen2_5_VLVisionConfig()` has a hidden size of 3,584; the published tower has 1,280).
 
-The language model is a stand-in in everything but its hidden size, which sizes the projector: one or two layers, 64
+The language model is a stand-in in everything but its hidden size, which sizes the projector: one to three layers, 64
 token ids, and special tokens among those. It never gets weights; the tiny ones are complete enough to `generate`.
 """
 

@@ -8,7 +8,7 @@ SIZES = {
     "base": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
     "so400m": {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16},
 }
-TINY = {"base": (64, 128, 2, 4), "so400m": (96, 172, 2, 4)}
+TINY = {"base": (64, 128, 2, 4), "so400m": (96, 176, 2, 4)}
 """Widths keep what the large ones have: 4,304 is no multiple of 64, a head of so400m is no power of two."""
 
 

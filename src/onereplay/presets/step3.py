@@ -50,6 +50,7 @@ def _step3p7(name: str, *, tiny: bool) -> Preset:
         "head_dim": hidden // heads,
         "layer_types": ["full_attention"],
         "mlp_layer_types": ["dense"],
+        "sliding_window": 512,
         "n_routed_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
