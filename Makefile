@@ -17,6 +17,7 @@ BENCH ?=
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.onereplay
+JOBS ?= 2
 PHOTOS := $(wildcard examples/photos/*.jpg examples/photos/*.png)
 
 .DEFAULT_GOAL := help
@@ -49,7 +50,7 @@ demo: $(READY)
 	$(VENV)/bin/onereplay encode $(PHOTOS) --model preset:internvl3-1b --out features --overwrite $(DEMO)
 
 test: $(READY)
-	HF_HUB_OFFLINE=1 $(RUN) -m pytest $(PYTEST)
+	HF_HUB_OFFLINE=1 $(RUN) -m pytest -n $(JOBS) --dist loadgroup $(PYTEST)
 
 gpu-test: $(READY)
 	HF_HUB_OFFLINE=1 $(RUN) -m pytest tests/gpu $(PYTEST)

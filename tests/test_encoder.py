@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from onereplay import EncoderCudaGraphConfig
-from onereplay.adapters import ADAPTERS, adapter_for
+from onereplay.adapters import adapter_for
 from onereplay.checking import FP32_TOLERANCE, HALF_RATIO, plain_features
 from onereplay.core.items import Modality
 from onereplay.core.plan import Eager, Reason, Replay
@@ -61,7 +61,7 @@ def made(model_type: str = "qwen2_5_vl", config: EncoderCudaGraphConfig = CONFIG
     return Encoder.from_preset(TINY[model_type], config=config, device="cpu", **options)
 
 
-@pytest.fixture(scope="module", params=sorted(ADAPTERS))
+@pytest.fixture(scope="module", params=sorted(TINY))
 def encoder(request: pytest.FixtureRequest) -> Iterator[Encoder]:
     """A tiny random encoder of each registered model, shared by tests that do not read its counters."""
     with made(request.param) as shared:
@@ -161,7 +161,7 @@ def how_saved(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"max_shard_size": "100KB"} if request.param == "sharded" else {}
 
 
-@pytest.fixture(scope="module", params=sorted(ADAPTERS))
+@pytest.fixture(scope="module", params=sorted(TINY))
 def checkpoint(
     request: pytest.FixtureRequest, how_saved: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
@@ -624,7 +624,7 @@ def test_pixels_that_are_not_contiguous_are_read_right(encoder: Encoder) -> None
 
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
-    [*((name, torch.bfloat16) for name in sorted(ADAPTERS)), ("lfm2_vl", torch.float16)],
+    [*((name, torch.bfloat16) for name in sorted(TINY)), ("lfm2_vl", torch.float16)],
     ids=str,
 )
 def test_in_half_precision_the_error_is_that_of_plain_transformers(model_type: str, dtype: torch.dtype) -> None:
@@ -686,7 +686,7 @@ def test_an_encoder_made_in_inference_mode_works_outside_and_the_other_way_round
 
 @pytest.mark.parametrize(
     ("model_type", "dtype"),
-    [*((name, torch.float32) for name in sorted(ADAPTERS)), ("lfm2_vl", torch.bfloat16)],
+    [*((name, torch.float32) for name in sorted(TINY)), ("lfm2_vl", torch.bfloat16)],
     ids=str,
 )
 def test_the_users_model_is_bit_for_bit_what_it_was(model_type: str, dtype: torch.dtype) -> None:
@@ -780,7 +780,7 @@ def test_two_encoders_of_one_model_do_not_disturb_each_other(encoder: Encoder) -
     assert_same(encoder.encode_inputs(**inputs), expected)
 
 
-@pytest.mark.parametrize("model_type", sorted(ADAPTERS))
+@pytest.mark.parametrize("model_type", sorted(TINY))
 def test_weights_changed_in_place_are_obeyed(model_type: str) -> None:
     with made(model_type, EncoderCudaGraphConfig(token_budgets=(16,))) as encoder:
         inputs = example(encoder, tokens=16)
@@ -801,7 +801,7 @@ def _first_replaced(encoder: Encoder) -> None:
 
 
 @pytest.mark.parametrize("move", [_converted, _first_replaced])
-@pytest.mark.parametrize("model_type", sorted(ADAPTERS))
+@pytest.mark.parametrize("model_type", sorted(TINY))
 def test_weights_moved_after_capture_are_refused_never_silently_wrong(
     model_type: str, move: Callable[[Encoder], None]
 ) -> None:
@@ -874,7 +874,7 @@ def test_the_planner_without_weights_foretells_the_items_of_the_encoder(
 # ------------------------------------------------------------------ threads
 
 
-@pytest.mark.parametrize("model_type", sorted(ADAPTERS))
+@pytest.mark.parametrize("model_type", sorted(TINY))
 def test_two_threads_on_one_encoder_get_their_own_results(model_type: str) -> None:
     """200 batches, replayed and eager ones, bit for bit as from one thread."""
     with made(model_type, EncoderCudaGraphConfig(token_budgets=(8, 16), backend="traced")) as encoder:

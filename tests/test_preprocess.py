@@ -169,10 +169,10 @@ def test_no_images_and_unknown_model_types_are_refused() -> None:
     processor = load_image_processor(QWEN)
     with pytest.raises(InputError, match="at least one"):
         preprocess_images(processor, "qwen2_5_vl", [])
-    with pytest.raises(UnsupportedModelError, match=r"'llava'; there is .*internvl"):
-        preprocess_images(processor, "llava", [image(60, 60)])
-    with pytest.raises(UnsupportedModelError, match="llava"):
-        preprocess_video(processor, "llava", video(1))
+    with pytest.raises(UnsupportedModelError, match=r"'no_such_model'; there is .*internvl"):
+        preprocess_images(processor, "no_such_model", [image(60, 60)])
+    with pytest.raises(UnsupportedModelError, match="no_such_model"):
+        preprocess_video(processor, "no_such_model", video(1))
 
 
 # --- Videos

@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("preprocess",),
     ("encoder",),
     ("acceleration", "checking", "parallel", "wrapping"),
+    ("bench",),
     ("cli", "offline", "server"),
 )
 """Lowest first. A module imports from its own layer and from those below."""

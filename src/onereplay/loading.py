@@ -219,7 +219,7 @@ def random_weights_(model: nn.Module, parts: tuple[str, ...], seed: int = 0) -> 
             parameter.data.copy_(_draw(kind, parameter, _seed_of(name, seed)))
         for name, stored in _state(model, part).items():
             ending = name.rpartition("_")[2]
-            if ending in _STORED and not isinstance(stored, nn.Parameter) and name not in known:
+            if ending in _STORED and name not in known:
                 stored.copy_(_draw(_STORED[ending], stored, _seed_of(name, seed)))
 
 
@@ -419,7 +419,8 @@ def _renamed(config: PreTrainedConfig, shards: _Shards, parts: tuple[str, ...]) 
 
     whole = _on_meta(_whole_class(config), copy.deepcopy(config), torch.bfloat16)
     known, prefix = whole.state_dict(), whole.base_model_prefix
-    within = "" if type(whole) is _base_class(config) else f"{prefix}."  # DINOv3's base model has a part of that name
+    own = type(whole) is _base_class(config) and any(name.startswith(f"{prefix}.") for name in known)
+    within = "" if own else f"{prefix}."  # DINOv3's base model has a part of that name
     transforms = get_model_conversion_mapping(whole)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]

@@ -10,7 +10,7 @@ from onereplay.encoder import Encoder
 from onereplay.errors import UnsupportedModelError
 from onereplay.presets import get_preset, hf_config, preset_names
 
-BUDGETS = (64, 80, 128, 512)
+BUDGETS = (64, 128)
 
 
 def tiny_preset(model_type: str) -> str:

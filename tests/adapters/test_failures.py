@@ -64,7 +64,7 @@ def test_2_a_budget_that_items_and_windows_do_not_divide_is_captured_and_right(b
 
 def test_3_the_first_of_two_equal_sizes_survives_100_later_batches(encoder: Encoder) -> None:
     path = next(iter(encoder.adapter.paths()))
-    _, grids = encoder.adapter.layouts(path, 128, 64)[0]
+    _, grids = encoder.adapter.layouts(path, max(64, encoder.adapter.unit(path)), 64)[0]
     generator = torch.Generator().manual_seed(1)
 
     def fresh() -> list[Tensor]:
@@ -108,7 +108,7 @@ def test_6_a_cap_below_one_item_is_refused_before_weights_are_made(monkeypatch: 
 
 
 def test_7_an_item_over_the_cap_is_one_eager_forward_alone_and_in_company(encoder: Encoder) -> None:
-    """(1,146,146) of the report is 5,329 tokens over a cap of 5,120; here it is a token or a tile over about 512."""
+    """(1,146,146) of the report is 5,329 tokens over a cap of 5,120; here it is a token or a tile over the largest."""
     forward_calls = 0
     stock = encoder.adapter.forward
 

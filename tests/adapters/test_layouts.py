@@ -7,7 +7,6 @@ from onereplay.adapters.packed import PackedAdapter
 from onereplay.presets import get_preset, hf_config
 from tests.adapters.conftest import tiny_preset
 
-
 BOUNDED = ("gemma4", "lfm2_vl", "llava", "minicpmv4_6", "mistral3")
 """Packed models whose processors bound a sequence."""
 

@@ -30,7 +30,7 @@ class GridAdapter(PackedAdapter):
     """
 
     parts: ClassVar[tuple[str, ...]] = ("visual",)
-    modalities = (Modality.IMAGE, Modality.VIDEO)
+    modalities: ClassVar[tuple[Modality, ...]] = (Modality.IMAGE, Modality.VIDEO)
     entry_points: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "get_image_features": ("pixel_values", "image_grid_thw"),
         "get_video_features": ("pixel_values_videos", "video_grid_thw"),

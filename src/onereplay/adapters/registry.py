@@ -36,6 +36,7 @@ ADAPTERS: dict[str, str] = {
     "minicpmv4_6": "onereplay.adapters.minicpmv4_6:MiniCPMV46",
     "minimax_m3_vl": "onereplay.adapters.minimax_m3_vl:MiniMaxM3VL",
     "mistral3": "onereplay.adapters.mistral3:Mistral3",
+    "paddleocr_vl": "onereplay.adapters.paddleocr_vl:PaddleOCRVL",
     "qwen2_5_vl": "onereplay.adapters.qwen2_5_vl:Qwen25VL",
     "qwen2_audio": "onereplay.adapters.qwen2_audio:Qwen2Audio",
     "qwen2_vl": "onereplay.adapters.qwen2_vl:Qwen2VL",

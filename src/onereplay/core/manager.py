@@ -46,9 +46,7 @@ class _Path:
         self.staging = Staging(self.layouts, dtype, device)
         with torch.inference_mode(False):
             self.outputs = tuple(
-                torch.zeros(
-                    _most(output.unit, capacities), *output.shape, dtype=output.dtype or dtype, device=device
-                )
+                torch.zeros(_most(output.unit, capacities), *output.shape, dtype=output.dtype or dtype, device=device)
                 for output in spec.outputs
             )
         self.graphs: dict[Capacity, _Captured] = {}

@@ -13,6 +13,11 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+VARIANTS = 64
+"""Compiled variants that one function may have in this process, against PyTorch's 8. The layers of all models share a
+few functions, and SAM alone has eight (windows or not, two sizes of tiles, one tile or several); beyond the limit
+PyTorch runs a block uncompiled without a word."""
+
 
 def compiled_blocks(blocks: Iterable[nn.Module], tiles: bool) -> dict[nn.Module, Callable[..., Any]]:
     """A compiled `forward` for each block.
@@ -23,6 +28,7 @@ def compiled_blocks(blocks: Iterable[nn.Module], tiles: bool) -> dict[nn.Module,
             fixed is compiled as a number: with sizes as symbols Inductor may search for minutes (24x24 patches a tile
             took 103 s on a CPU, 33 s so).
     """
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     return {block: _with_fixed_sizes(torch.compile(block.forward, dynamic=True), tiles) for block in blocks}
 
 

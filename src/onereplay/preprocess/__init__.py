@@ -67,6 +67,7 @@ FAMILIES: dict[str, str] = {
     "minicpmv4_6": "minicpmv4_6:MiniCPMV46",
     "minimax_m3_vl": "family:Plain",
     "mistral3": "pixtral:Mistral3",
+    "paddleocr_vl": "family:Plain",
     "qwen2_5_vl": "qwen2_5_vl:Qwen25VL",
     "qwen2_vl": "qwen2_5_vl:Qwen25VL",
     "qwen3_5": "qwen3_vl:Qwen3VL",
@@ -102,12 +103,12 @@ def preprocess_images(processor: Any, model_type: str, images: Sequence[Image.Im
 
     Args:
         processor: from `load_image_processor`.
-        model_type: one of `qwen2_5_vl`, `internvl`, `lfm2_vl`.
+        model_type: of the model's configuration; `FAMILIES` has those that are known.
         images: decoded images, at least one.
 
     Raises:
         InputError: an image is refused; its index is named, and the others are not to blame.
-        UnsupportedModelError: the model type is not one of the three.
+        UnsupportedModelError: the model type is unknown here.
     """
     family = _family(model_type)
     if not images:
@@ -143,7 +144,7 @@ def preprocess_video(
 
     Raises:
         InputError: the model takes images only, or a frame is refused; its index is named.
-        UnsupportedModelError: the model type is not one of the three.
+        UnsupportedModelError: the model type is unknown here.
     """
     family = _video_family(model_type)
     return family.video(processor, video, pixel_limits or _limits(family))
@@ -162,7 +163,7 @@ def grid_of(
 
     Args:
         processor: from `load_image_processor`.
-        model_type: one of `qwen2_5_vl`, `internvl`, `lfm2_vl`.
+        model_type: of the model's configuration; `FAMILIES` has those that are known.
         width: pixels, as decoded.
         height: pixels, as decoded.
         num_frames: of a video, after sampling; None for an image.
@@ -174,7 +175,7 @@ def grid_of(
 
     Raises:
         InputError: the size is refused, or the model takes images only.
-        UnsupportedModelError: the model type is not one of the three.
+        UnsupportedModelError: the model type is unknown here.
     """
     if width < 1 or height < 1 or (num_frames is not None and num_frames < 1):
         raise InputError(f"a size of {width}x{height} with {num_frames} frames; give at least 1 of each")

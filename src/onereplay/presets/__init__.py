@@ -47,6 +47,7 @@ FAMILIES = (
     "glm4v",
     "minimax_m3_vl",
     "ernie4_5_vl",
+    "paddleocr_vl",
     "kimi_k25",
     "lfm3_vl",
     "deepseek_ocr",
