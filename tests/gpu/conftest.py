@@ -1,6 +1,6 @@
 """Tests of this folder run on a CUDA device, in bfloat16 where nothing else is said, and are skipped elsewhere.
 
-They should take less than three minutes in all: small models without `torch.compile`, except where a test says that it
+They should take some minutes in all: small models without `torch.compile`, except where a test says that it
 runs a published size as a user would.
 
 Tolerance: the half-precision rule of `onereplay.checking`, an error against float32 of at most 1.1 times that of plain

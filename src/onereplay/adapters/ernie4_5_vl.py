@@ -10,16 +10,15 @@ Capacity rule: see `PackedAdapter`. A video has twice the patches of images with
 budget that holds its patches: one of twice its tokens.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from onereplay import geometry
-from onereplay.adapters.grids import UNUSED_GRID, GridAdapter
-from onereplay.attention.interface import use_varlen
+from onereplay.adapters.grids import GridAdapter
 from onereplay.core.buffers import Array, Buffers, Declaration, Offsets, Rows, Staged
 from onereplay.core.items import Item, Modality, PathSize
 from onereplay.errors import InputError, UnsupportedModelError
@@ -88,6 +87,11 @@ class Ernie45VL(GridAdapter):
         rest = tokens % frames
         return [clip, *([geometry.square_grid(rest, self.merge)] if rest else [])]
 
+    @property
+    def tower(self) -> Any:
+        """The copy that `forward` runs."""
+        return self.own.vision_tower
+
     # buffers
 
     def buffers(self) -> tuple[Declaration, ...]:
@@ -113,24 +117,10 @@ class Ernie45VL(GridAdapter):
 
     # forward
 
-    def blocks(self) -> Iterable[nn.Module]:
-        """All 32."""
-        return self.own.vision_tower.blocks  # type: ignore[no-any-return]
-
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """The tower's own forward, then the parts of the resampler: `(tokens, hidden)`."""
-        tower, resampler, square = self.own.vision_tower, self.own.resampler_model, self.merge**2
-        with use_varlen(tower.config, self.attention):
-            patches: Tensor = tower(
-                buffers.pixels,
-                grid_thw=UNUSED_GRID,
-                position_ids=buffers.position_ids,
-                cu_seqlens=buffers.cu_seqlens,
-                max_seqlen=bounds["cu_seqlens"],
-                output_hidden_states=False,
-                output_attentions=False,
-                return_dict=True,
-            ).last_hidden_state
+        resampler, square = self.own.resampler_model, self.merge**2
+        patches: Tensor = self.run_tower(buffers, bounds).last_hidden_state
         squares = resampler.spatial_linear(patches.view(-1, square * patches.shape[-1]))
         pairs = squares[buffers.frame_pairs // square].flatten(1)
         return (resampler.after_norm(resampler.mlp(resampler.temporal_linear(pairs))),)

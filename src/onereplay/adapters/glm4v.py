@@ -12,7 +12,7 @@ GLM-OCR has no table.
 Capacity rule: see `PackedAdapter`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from onereplay import geometry
-from onereplay.adapters.grids import UNUSED_GRID, GridAdapter
+from onereplay.adapters.grids import GridAdapter
 from onereplay.adapters.interpolation import sum_taps
-from onereplay.attention.interface import use_varlen
-from onereplay.core.buffers import Array, Buffers, Declaration, Offsets, Rows, Staged
+from onereplay.core.buffers import Array, Buffers, Declaration, Rows
 from onereplay.geometry import Grid
 
 
@@ -31,52 +30,6 @@ class GlmOcr(GridAdapter):
     """GLM-OCR."""
 
     model_type = "glm_ocr"
-
-    # buffers
-
-    def buffers(self) -> tuple[Declaration, ...]:
-        """Pixels in merged order, and what the tower's forward would compute from the grids."""
-        return (
-            Staged("pixels", "patches", self.pixel_shape),
-            Rows("position_ids", "patches", width=2),
-            Offsets("cu_seqlens", of="sequences"),
-        )
-
-    # pack
-
-    def piece(self, grid: Grid) -> Mapping[str, Array]:
-        """The tower's metadata for one grid."""
-        return {
-            "position_ids": geometry.merged_positions(grid, self.merge),
-            "cu_seqlens": geometry.frame_lengths(grid),
-        }
-
-    # forward
-
-    def blocks(self) -> Iterable[nn.Module]:
-        """All 24."""
-        return self.own.visual.blocks  # type: ignore[no-any-return]
-
-    def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
-        """The tower's own forward: `(tokens, hidden)`."""
-        return (self.run_tower(buffers, bounds, UNUSED_GRID),)
-
-    def run_tower(self, buffers: Buffers, bounds: Mapping[str, int], grid_thw: Tensor) -> Tensor:
-        """The merged rows; `grid_thw` goes to the tower as it is."""
-        tower = self.own.visual
-        with use_varlen(tower.config, self.attention):
-            output = tower(
-                buffers.pixels,
-                grid_thw=grid_thw,
-                position_ids=buffers.position_ids,
-                cu_seqlens=buffers.cu_seqlens,
-                max_seqlen=bounds["cu_seqlens"],
-                output_hidden_states=False,
-                output_attentions=False,
-                return_dict=True,
-            )
-        rows: Tensor = output.pooler_output
-        return rows
 
 
 class Glm4v(GlmOcr):
@@ -123,7 +76,7 @@ class Glm4v(GlmOcr):
         The tower hands its grids to its `embeddings` and reads nothing else from them: positions go in their place.
         """
         positions = sum_taps(self._table.weight, buffers.tap_indices, buffers.tap_weights)
-        return (self.run_tower(buffers, bounds, positions),)
+        return (self.run_tower(buffers, bounds, grid_thw=positions).pooler_output,)
 
 
 class Glm4vMoe(Glm4v):

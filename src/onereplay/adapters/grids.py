@@ -3,16 +3,19 @@
 What such a model adds to `PackedAdapter` is small: its metadata (`buffers`, `piece`) and `forward`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
+from onereplay import geometry
 from onereplay.adapters.base import host_rows, refuse_unknown
 from onereplay.adapters.packed import PackedAdapter, PackedBatch
+from onereplay.attention.interface import use_varlen
+from onereplay.core.buffers import Array, Buffers, Declaration, Offsets, Rows, Staged
 from onereplay.core.items import Item, Modality
 from onereplay.errors import InputError
 from onereplay.geometry import Grid
@@ -26,7 +29,8 @@ _KINDS = (
 class GridAdapter(PackedAdapter):
     """What models with `image_grid_thw` and `video_grid_thw` share.
 
-    The defaults are those of the Qwen line; a model overrides what differs.
+    The defaults are those of Qwen2-VL, whose tower takes positions and cumulative lengths ready made; a model overrides
+    what differs.
     """
 
     parts: ClassVar[tuple[str, ...]] = ("visual",)
@@ -51,6 +55,30 @@ class GridAdapter(PackedAdapter):
         """One row of `pixel_values`: the values of a patch."""
         vision = self.config.vision_config
         return (int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2),)
+
+    @property
+    def tower(self) -> Any:
+        """The copy that `forward` runs."""
+        return self.own.visual
+
+    # buffers
+
+    def buffers(self) -> tuple[Declaration, ...]:
+        """Pixels in merged order, and what the tower's forward would compute from the grids."""
+        return (
+            Staged("pixels", "patches", self.pixel_shape),
+            Rows("position_ids", "patches", width=2),
+            Offsets("cu_seqlens", of="sequences"),
+        )
+
+    # pack
+
+    def piece(self, grid: Grid) -> Mapping[str, Array]:
+        """The tower's metadata for one grid."""
+        return {
+            "position_ids": geometry.merged_positions(grid, self.merge),
+            "cu_seqlens": geometry.frame_lengths(grid),
+        }
 
     def items_of(self, **sizes: Any) -> tuple[Item, ...]:
         """From `image_grid_thw` and `video_grid_thw`."""
@@ -103,6 +131,36 @@ class GridAdapter(PackedAdapter):
         dtype = next(weight.dtype for weight in model.parameters() if weight.is_floating_point())
         pixels = {name: inputs[name].to(dtype) for _, name, _ in _KINDS if name in inputs}
         return super().stock_features(model, {**inputs, **pixels})
+
+    # forward
+
+    def blocks(self) -> Iterable[nn.Module]:
+        """All of the tower."""
+        return self.tower.blocks  # type: ignore[no-any-return]
+
+    def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
+        """The tower's own forward: `(tokens, hidden)`."""
+        return (self.run_tower(buffers, bounds).pooler_output,)
+
+    def run_tower(self, buffers: Buffers, bounds: Mapping[str, int], **precomputed: Any) -> Any:
+        """The output of the tower's own forward, which computes nothing from its grids.
+
+        Args:
+            buffers: with those of this class.
+            bounds: as for `forward`.
+            precomputed: what else this tower would compute, by the names of its parameters.
+        """
+        with use_varlen(self.tower.config, self.attention):
+            return self.tower(
+                buffers.pixels,
+                **{"grid_thw": UNUSED_GRID, **precomputed},
+                position_ids=buffers.position_ids,
+                cu_seqlens=buffers.cu_seqlens,
+                max_seqlen=bounds["cu_seqlens"],
+                output_hidden_states=False,
+                output_attentions=False,
+                return_dict=True,
+            )
 
     def stock_output(self, features: Sequence[Tensor]) -> Any:
         """`pooler_output` is a tuple, one tensor an item."""

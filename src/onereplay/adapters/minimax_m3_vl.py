@@ -21,8 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 from onereplay import geometry
-from onereplay.adapters.grids import UNUSED_GRID, GridAdapter
-from onereplay.attention.interface import use_varlen
+from onereplay.adapters.grids import GridAdapter
 from onereplay.core.buffers import Array, Buffers, Declaration, Offsets, Rows, Staged
 from onereplay.core.items import PathSize
 from onereplay.errors import UnsupportedModelError
@@ -50,6 +49,11 @@ class MiniMaxM3VL(GridAdapter):
     def hidden_size(self) -> int:
         """The language model's width."""
         return int(self.config.text_config.hidden_size)
+
+    @property
+    def tower(self) -> Any:
+        """The copy that `forward` runs."""
+        return self.own.vision_tower
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
@@ -85,22 +89,11 @@ class MiniMaxM3VL(GridAdapter):
 
     def blocks(self) -> Iterable[nn.Module]:
         """All 32."""
-        return self.own.vision_tower.layers  # type: ignore[no-any-return]
+        return self.tower.layers  # type: ignore[no-any-return]
 
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """The tower's own forward, then the projector: `(tokens, hidden)`."""
-        tower = self.own.vision_tower
-        with use_varlen(tower.config, self.attention):
-            rows = tower(
-                buffers.pixels,
-                grid_thw=UNUSED_GRID,
-                position_ids=buffers.position_ids,
-                cu_seqlens=buffers.cu_seqlens,
-                max_seqlen=bounds["cu_seqlens"],
-                output_hidden_states=False,
-                output_attentions=False,
-                return_dict=True,
-            ).last_hidden_state
+        rows = self.run_tower(buffers, bounds).last_hidden_state
         return (self.own.multi_modal_projector(rows.squeeze(0)),)
 
 

@@ -9,14 +9,13 @@ up to 16 tokens; pictures whose sides are not multiples of it need more (25 toke
 batch of very thin pictures needs more still, it goes to a larger budget.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from onereplay import geometry
-from onereplay.adapters.grids import UNUSED_GRID, GridAdapter
-from onereplay.attention.interface import use_varlen
+from onereplay.adapters.grids import GridAdapter
 from onereplay.core.buffers import Array, Buffers, Declaration, Offsets, Rows, Staged, Tail
 from onereplay.core.items import PathSize
 from onereplay.geometry import Grid
@@ -73,25 +72,13 @@ class Qwen25VL(GridAdapter):
 
     # forward
 
-    def blocks(self) -> Iterable[nn.Module]:
-        """All 32."""
-        return self.own.visual.blocks  # type: ignore[no-any-return]
-
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
-        """The tower's own forward: `(tokens, hidden)`."""
-        tower = self.own.visual
-        with use_varlen(tower.config, self.attention):
-            output = tower(
-                buffers.pixels,
-                grid_thw=UNUSED_GRID,
-                position_ids=buffers.position_ids,
-                window_index=buffers.window_index,
-                cu_seqlens=buffers.cu_seqlens,
-                max_seqlen=bounds["cu_seqlens"],
-                cu_window_seqlens=buffers.cu_window_seqlens,
-                max_window_seqlen=bounds["cu_window_seqlens"],
-                output_hidden_states=False,
-                output_attentions=False,
-                return_dict=True,
-            )
+        """The tower's own forward, given its windows too: `(tokens, hidden)`."""
+        output = self.run_tower(
+            buffers,
+            bounds,
+            window_index=buffers.window_index,
+            cu_window_seqlens=buffers.cu_window_seqlens,
+            max_window_seqlen=bounds["cu_window_seqlens"],
+        )
         return (output.pooler_output,)

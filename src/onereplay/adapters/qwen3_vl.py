@@ -13,7 +13,7 @@ Capacity rule: see `PackedAdapter`.
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -23,10 +23,9 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl
 from transformers.models.qwen3_vl_moe import modeling_qwen3_vl_moe
 
 from onereplay import geometry
-from onereplay.adapters.grids import UNUSED_GRID, GridAdapter
+from onereplay.adapters.grids import GridAdapter
 from onereplay.adapters.interpolation import sum_taps
-from onereplay.attention.interface import use_varlen
-from onereplay.core.buffers import Array, Buffers, Declaration, Offsets, Rows, Staged
+from onereplay.core.buffers import Array, Buffers, Declaration, Rows
 from onereplay.geometry import Grid
 
 
@@ -42,13 +41,11 @@ class Qwen3Tower(GridAdapter):
     # buffers
 
     def buffers(self) -> tuple[Declaration, ...]:
-        """Pixels in merged order, and what the tower's forward would compute from the grids."""
+        """And the taps of each patch in the table of positions."""
         return (
-            Staged("pixels", "patches", self.pixel_shape),
-            Rows("position_ids", "patches", width=2),
+            *super().buffers(),
             Rows("tap_indices", "patches", width=4, dtype=torch.int32),
             Rows("tap_weights", "patches", width=4, dtype=torch.float32),
-            Offsets("cu_seqlens", of="sequences"),
         )
 
     # pack
@@ -57,18 +54,9 @@ class Qwen3Tower(GridAdapter):
         """The tower's metadata for one grid."""
         side = math.isqrt(self.config.vision_config.num_position_embeddings)
         indices, weights = geometry.bilinear_taps(grid, side, self.merge)
-        return {
-            "position_ids": geometry.merged_positions(grid, self.merge),
-            "tap_indices": indices,
-            "tap_weights": weights,
-            "cu_seqlens": geometry.frame_lengths(grid),
-        }
+        return {**super().piece(grid), "tap_indices": indices, "tap_weights": weights}
 
     # forward
-
-    def blocks(self) -> Iterable[nn.Module]:
-        """All of them."""
-        return self.own.visual.blocks  # type: ignore[no-any-return]
 
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """The tower's own forward: `(tokens, hidden)`.
@@ -76,21 +64,10 @@ class Qwen3Tower(GridAdapter):
         The tower would look its table up at every tap and sum afterwards. Its `pos_embed` is the identity here: what it
         is given in place of indices are the sums, one "tap" a patch, with a weight of one.
         """
-        tower = self.own.visual
         positions = sum_taps(self._table.weight, buffers.tap_indices, buffers.tap_weights)
-        with use_varlen(tower.config, self.attention):
-            output = tower(
-                buffers.pixels,
-                grid_thw=UNUSED_GRID,
-                position_ids=buffers.position_ids,
-                interp_indices=positions.unsqueeze(1),
-                interp_weights=positions.new_ones(1, 1),
-                cu_seqlens=buffers.cu_seqlens,
-                max_seqlen=bounds["cu_seqlens"],
-                output_hidden_states=False,
-                output_attentions=False,
-                return_dict=True,
-            )
+        output = self.run_tower(
+            buffers, bounds, interp_indices=positions.unsqueeze(1), interp_weights=positions.new_ones(1, 1)
+        )
         return (self.token_rows(output),)
 
     def token_rows(self, output: Any) -> Tensor:

@@ -13,18 +13,19 @@ is the wall time alone.
 
 import contextlib
 import datetime
-import gc
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from onereplay.core.graphs import no_garbage_collection
 
 MIN_REPEATS = 5
 MAX_WARMUP = 5
@@ -80,7 +81,7 @@ def measure(
     _warm_up(call, device, seconds)
     clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
     samples: list[_Sample] = []
-    with _no_garbage_collection():
+    with no_garbage_collection():
         while len(samples) < repeats and (len(samples) < MIN_REPEATS or sum(s.wall for s in samples) < seconds):
             samples.append(clock.sample(call))
     device_seconds = [sample.device for sample in samples if sample.device is not None]
@@ -153,17 +154,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

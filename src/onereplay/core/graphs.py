@@ -134,7 +134,7 @@ class CudaGraphs:
         torch.cuda.empty_cache()
         graph = torch.cuda.CUDAGraph()
         # A collection in a capture could free what must not be freed there: the objects of other graphs.
-        with _no_collection(), torch.cuda.stream(self._stream):
+        with no_garbage_collection(), torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
             try:
                 _copy_results(forward(*inputs), outputs)
@@ -180,7 +180,8 @@ class CudaGraphs:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
+    """Python collects no garbage inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:

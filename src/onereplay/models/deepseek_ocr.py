@@ -12,18 +12,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_ocr2.configuration_deepseek_ocr2 import DeepseekOcr2SamVisionConfig
 from transformers.models.deepseek_ocr2.modeling_deepseek_ocr2 import DeepseekOcr2SamVisionEncoder
 
 from onereplay.errors import UnsupportedModelError
-from onereplay.models.base import LanguageConfig, OwnModel
+from onereplay.models.base import Attention, LanguageConfig, Mlp, OwnModel, resized_positions
 from onereplay.models.deepseek_vl_v2 import BY_ARCHITECTURE, DeepseekVLV2Config, MlpProjectorConfig
 
 CLIP, SAM = "clip-l-14-224", "sam_vit_b"
@@ -142,41 +139,6 @@ class DeepseekOcrConfig(DeepseekVLV2Config):
         super().__post_init__(**{name: value for name, value in kwargs.items() if name != "model_type"})
 
 
-class Attention(nn.Module):
-    """Full attention inside a tile."""
-
-    is_causal = False
-
-    def __init__(self, config: ClipConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.head_size = config.hidden_size // config.num_attention_heads
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """`(tiles, rows, width)` to the same."""
-        shape = (*hidden.shape[:2], 3, -1, self.head_size)
-        query, key, value = self.qkv_proj(hidden).view(shape).permute(2, 0, 3, 1, 4).unbind(0)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        mixed = attend(self, query, key, value, attention_mask, scaling=self.head_size**-0.5, is_causal=False)[0]
-        return self.out_proj(mixed.flatten(2))  # type: ignore[no-any-return]
-
-
-class Mlp(nn.Module):
-    """Two layers."""
-
-    def __init__(self, config: ClipConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.activation_fn = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`(..., width)` to the same."""
-        return self.fc2(self.activation_fn(self.fc1(hidden)))  # type: ignore[no-any-return]
-
-
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm."""
 
@@ -205,16 +167,7 @@ class Embeddings(nn.Module):
         """`(tiles, width, side, side)` to `(tiles, 1 + side * side, width)`."""
         tiles, _, side, _ = features.shape
         rows = torch.cat([self.class_embedding.expand(tiles, 1, -1), features.flatten(2).transpose(1, 2)], dim=1)
-        return rows + self._positions(side)
-
-    def _positions(self, side: int) -> Tensor:
-        table = self.position_embedding.weight
-        own = round((len(table) - 1) ** 0.5)
-        if own == side:
-            return table
-        square = table[1:].float().view(1, own, own, -1).permute(0, 3, 1, 2)
-        resized = interpolate(square, size=(side, side), mode="bicubic", antialias=True, align_corners=False)
-        return torch.cat([table[:1], resized.to(table.dtype).flatten(2)[0].T])
+        return rows + resized_positions(self.position_embedding.weight, side)
 
 
 class Encoder(OwnModel):

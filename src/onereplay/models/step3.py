@@ -10,13 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate
 from transformers import AutoConfig, AutoModel, PreTrainedConfig
-from transformers.activations import ACT2FN
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from onereplay.models.base import ComposedConfig, LanguageConfig, OwnModel
+from onereplay.models.base import Attention, ComposedConfig, LanguageConfig, Mlp, OwnModel, resized_positions
 
 CLASS_ROWS = 4
 """Copies of the class row in front of the patches."""
@@ -57,41 +54,6 @@ class Step3Config(ComposedConfig):
     image_token_id: int = 128001
 
 
-class Attention(nn.Module):
-    """Full attention inside a tile."""
-
-    is_causal = False
-
-    def __init__(self, config: Step3VisionConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.head_size = config.hidden_size // config.num_attention_heads
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`(tiles, rows, width)` to the same."""
-        shape = (*hidden.shape[:2], 3, -1, self.head_size)
-        query, key, value = self.qkv_proj(hidden).view(shape).permute(2, 0, 3, 1, 4).unbind(0)
-        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        mixed = attend(self, query, key, value, None, scaling=self.head_size**-0.5, is_causal=False)[0]
-        return self.out_proj(mixed.flatten(2))  # type: ignore[no-any-return]
-
-
-class Mlp(nn.Module):
-    """Two layers."""
-
-    def __init__(self, config: Step3VisionConfig) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.activation_fn = ACT2FN[config.hidden_act]
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`(..., width)` to the same."""
-        return self.fc2(self.activation_fn(self.fc1(hidden)))  # type: ignore[no-any-return]
-
-
 class Layer(nn.Module):
     """Attention and MLP, a norm behind each."""
 
@@ -124,17 +86,8 @@ class Embeddings(nn.Module):
         grid = self.patch_embedding(pixels.to(self.patch_embedding.weight.dtype))
         tiles, _, side, _ = grid.shape
         rows = torch.cat([self.class_embedding.expand(tiles, CLASS_ROWS, -1), grid.flatten(2).transpose(1, 2)], dim=1)
-        return rows + self._positions(side)
-
-    def _positions(self, side: int) -> Tensor:
-        table = self.position_embedding.weight
-        own = round((len(table) - 1) ** 0.5)
-        patches = table[1:]
-        if own != side:
-            square = patches.float().view(1, own, own, -1).permute(0, 3, 1, 2)
-            resized = interpolate(square, size=(side, side), mode="bicubic", antialias=True, align_corners=False)
-            patches = resized.to(table.dtype).flatten(2)[0].T
-        return torch.cat([table[:1].expand(CLASS_ROWS, -1), patches])
+        positions = resized_positions(self.position_embedding.weight, side)
+        return rows + torch.cat([positions[:1].expand(CLASS_ROWS, -1), positions[1:]])
 
 
 class Encoder(nn.Module):
