@@ -7,6 +7,7 @@ torch.set_num_threads(1)
 """The towers of the tests are tiny: one thread is faster than two, and much faster where cores are shared."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`: tests that share a model of a session or module run in one process, one behind the other."""
     for item in items:
