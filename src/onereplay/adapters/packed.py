@@ -5,7 +5,9 @@ alone: `tokens * merge**2`.
 """
 
 import functools
+import threading
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +26,10 @@ from onereplay.errors import InputError
 from onereplay.geometry import Grid
 
 PATH = "vision"
-PIECES_KEPT = 256
-"""Grids whose metadata is kept; the largest grid of a 16,384-token image takes about 1.2 MiB."""
+PIECES_MIB = 128
+"""Metadata that is kept for grids that come again. A 16,384-token image takes 1.2 MiB (Qwen2.5-VL), or 9 MiB with the
+sixteen taps of GLM-4.1V; small images take kilobytes."""
+SIZES_KEPT = 4096
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,8 @@ class PackedAdapter(Adapter[PackedBatch]):
 
     def __init__(self, config: Any, model: Any = None, attention: str = "auto", optimize: Sequence[str] = ()) -> None:
         super().__init__(config, model, attention, optimize)
-        self._piece: Callable[[Grid], Mapping[str, Array]] = functools.lru_cache(PIECES_KEPT)(self.piece)
-        self._size: Callable[[Grid], PathSize] = functools.lru_cache(PIECES_KEPT)(self.size)
+        self._piece: Callable[[Grid], Mapping[str, Array]] = _Kept(self.piece, PIECES_MIB * 2**20)
+        self._size: Callable[[Grid], PathSize] = functools.lru_cache(SIZES_KEPT)(self.size)
 
     @property
     @abstractmethod
@@ -192,6 +196,31 @@ class PackedAdapter(Adapter[PackedBatch]):
                 f"{self.merge} patches and a video needs a frame"
             )
         return Item(modality, {PATH: add_sizes(sizes)})
+
+
+class _Kept:
+    """The pieces of the grids that came last, within a number of bytes. Thread-safe."""
+
+    def __init__(self, make: Callable[[Grid], Mapping[str, Array]], max_bytes: int) -> None:
+        self._make, self._left = make, max_bytes
+        self._pieces: OrderedDict[Grid, Mapping[str, Array]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, grid: Grid) -> Mapping[str, Array]:
+        """The piece of a grid, made if it is not kept."""
+        with self._lock:
+            if (kept := self._pieces.get(grid)) is not None:
+                self._pieces.move_to_end(grid)
+                return kept
+            piece = self._pieces[grid] = self._make(grid)
+            self._left -= _bytes(piece)
+            while self._left < 0 and len(self._pieces) > 1:
+                self._left += _bytes(self._pieces.popitem(last=False)[1])
+            return piece
+
+
+def _bytes(piece: Mapping[str, Array]) -> int:
+    return sum(array.nbytes for array in piece.values())
 
 
 def add_sizes(sizes: Sequence[PathSize]) -> PathSize:
