@@ -152,14 +152,11 @@ class DataParallelEncoder:
 
     def _exchange(self, digest: int, message: str) -> list[tuple[int, str]]:
         """What every rank says of the call: which batch it was given, and why it failed, if it did."""
-        text = message.encode()[:MESSAGE_BYTES]
-        said = torch.zeros(8 + MESSAGE_BYTES, dtype=torch.uint8)
-        said[:8] = torch.tensor(list(digest.to_bytes(8, "big")), dtype=torch.uint8)
-        if text:
-            said[8 : 8 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        heard = [torch.empty_like(said) for _ in range(self.num_ranks)]
-        dist.all_gather(heard, said, group=self._host_group)
-        raw = [bytes(one.tolist()) for one in heard]
+        said = digest.to_bytes(8, "big") + message.encode()[:MESSAGE_BYTES].ljust(MESSAGE_BYTES, b"\0")
+        sent = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        heard = [torch.empty_like(sent) for _ in range(self.num_ranks)]
+        dist.all_gather(heard, sent, group=self._host_group)
+        raw = [one.numpy().tobytes() for one in heard]
         return [(int.from_bytes(one[:8], "big"), one[8:].rstrip(b"\0").decode(errors="replace")) for one in raw]
 
     def _raise_of_others(self, said: Sequence[tuple[int, str]]) -> None:
