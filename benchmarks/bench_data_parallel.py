@@ -9,7 +9,7 @@ batches. Rank 0 writes the result.
   rank alone, as relative norms; and both, and the stock model, against the stock model in float32;
 * failure: one rank raises; how long until every rank has raised;
 * speed: `mix-v1` and 20 images of 336x336, wall milliseconds until every rank is idle, against rank 0 alone;
-* imbalance: the share of the ranks' time in which the less loaded wait, in patches; for 2, 4 and 8 ranks, from sizes;
+* imbalance: the share of the ranks' time in which the less loaded wait, in tokens; for 2, 4 and 8 ranks, from sizes;
 * soak: random batches for a while; memory before and after.
 """
 
@@ -223,7 +223,7 @@ def _imbalance(adapter: Adapter[Any]) -> dict[str, float]:
     for num_ranks in (2, 4, 8):
         waited = total = 0
         for shape in workload("mix-v1", adapter, ()):
-            loads = [sum(grid.num_patches for grid in item) for item in shape.items]
+            loads = [num_tokens(adapter, Shape("", (item,))) for item in shape.items]
             most = max(sum(loads[place] for place in share) for share in spread(loads, num_ranks))
             waited += most * num_ranks - sum(loads)
             total += most * num_ranks

@@ -94,7 +94,7 @@ def picture(adapter: Adapter[Any], height: int, width: int) -> tuple[Grid, ...]:
             return (Grid(1, 1, 1),) * (down * across + (down * across > 1))
         return (Grid(1, down, across) if down * across > 1 or adapter.engine == "tiles" else Grid(1, 0, 0),)
     merge = int(adapter.merge)  # type: ignore[attr-defined]
-    unit = int(adapter.config.vision_config.patch_size) * merge
+    unit = int(getattr(adapter.config, "vision_config", adapter.config).patch_size) * merge
     most: int | None = adapter.max_sequence_patches  # type: ignore[attr-defined]
     down, across = max(1, round(height / unit)), max(1, round(width / unit))
     if most is not None and down * across * merge**2 > most:
@@ -168,24 +168,6 @@ def processor_outputs(adapter: Adapter[Any], shape: Shape, dtype: torch.dtype) -
 def with_pixels_on(inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Inputs:
     """The same inputs with pixels on the device, in the encoder's dtype; everything else stays on the CPU."""
     return {name: value.to(device, dtype) if _holds_pixels(value) else value for name, value in inputs.items()}
-
-
-def stock_calls(
-    adapter: Adapter[Any], inputs: Mapping[str, Any], device: torch.device, dtype: torch.dtype
-) -> list[tuple[str, Inputs]]:
-    """The stock methods that encode these inputs, with their arguments, all on the device."""
-    return [
-        (
-            name,
-            {
-                p: inputs[p].to(device, dtype if _holds_pixels(inputs[p]) else None)
-                for p in parameters
-                if isinstance(inputs.get(p), Tensor)
-            },
-        )
-        for name, parameters in adapter.entry_points.items()
-        if parameters[0] in inputs
-    ]
 
 
 def _holds_pixels(value: Any) -> bool:

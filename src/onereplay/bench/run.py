@@ -13,11 +13,11 @@ from torch import Tensor
 
 from onereplay.adapters import adapter_for
 from onereplay.adapters.base import Adapter
-from onereplay.bench.inputs import Shape, num_tokens, stock_calls, workload
+from onereplay.bench.inputs import Shape, num_tokens, with_pixels_on, workload
 from onereplay.bench.roofline import Roofline, encoder_flops, measure_roofline, weight_bytes
 from onereplay.bench.timing import Card, Timing, card, measure
 from onereplay.bench.ways import DEFAULT_WAYS, Prepared, Ways
-from onereplay.checking import exact_products
+from onereplay.checking import exact_products, plain_features
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.plan import Eager, Plan, Replay
 from onereplay.encoder import load_model
@@ -267,12 +267,9 @@ class _Exact:
         """What it gives for a batch: `(tokens, hidden)`."""
         if self._copy is None:
             self._copy = copy.deepcopy(self._model).float()
-        found: list[Tensor] = []
+        inputs = with_pixels_on(batch.on_cpu, adapter.device, torch.float32)
         with exact_products():
-            for name, arguments in stock_calls(adapter, batch.on_cpu, adapter.device, torch.float32):
-                pooled = getattr(self._copy, name)(**arguments).pooler_output
-                found += [pooled] if isinstance(pooled, Tensor) else list(pooled)
-        return _rows(found)
+            return plain_features(adapter, self._copy, inputs)
 
 
 def _rows(parts: Sequence[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onereplay.adapters.base import Adapter
+from onereplay.adapters.base import Adapter, share_weights
 from onereplay.attention.interface import use_varlen
 from onereplay.bench.dispatch import (
     Rule,
@@ -31,7 +31,7 @@ from onereplay.bench.dispatch import (
     power_of_two_budgets,
     power_of_two_rule,
 )
-from onereplay.bench.inputs import Inputs, Shape, processor_outputs, stock_calls, with_pixels_on
+from onereplay.bench.inputs import Inputs, Shape, processor_outputs, with_pixels_on
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.manager import EncoderCudaGraphManager
 from onereplay.core.stats import CaptureReport
@@ -54,7 +54,8 @@ class Prepared:
     on_cpu: Inputs
     resident: Inputs
     """Pixels on the device in the model's dtype."""
-    stock: list[tuple[str, Inputs]]
+    stock: Inputs
+    """Sizes on the device too."""
 
     @classmethod
     def of(cls, adapter: Adapter[Any], shape: Shape) -> "Prepared":
@@ -62,7 +63,8 @@ class Prepared:
         device, dtype = adapter.device, adapter.dtype
         on_cpu = processor_outputs(adapter, shape, dtype)
         resident = with_pixels_on(on_cpu, device, dtype)
-        return cls(shape, on_cpu, resident, stock_calls(adapter, resident, device, dtype))
+        stock = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in resident.items()}
+        return cls(shape, on_cpu, resident, stock)
 
 
 class Ways:
@@ -78,7 +80,7 @@ class Ways:
         self._stock_model = copy.deepcopy(adapter.model)
         """With weights of its own: rewrites change how ours are stored."""
         self._managers: dict[str, EncoderCudaGraphManager[Any]] = {}
-        self._compiled: dict[tuple[str, str], Any] = {}
+        self._compiled: dict[str, Any] = {}
 
     def manager(self, way: str) -> EncoderCudaGraphManager[Any]:
         """The manager of one of our ways, captured (but for `eager`)."""
@@ -138,26 +140,27 @@ class Ways:
         )
 
     def _stock(self, way: str, batch: Prepared) -> Call:
-        methods = [(self._method(way, name), arguments) for name, arguments in batch.stock]
+        model = self._stock_of(way)
 
         def run() -> list[Tensor]:
-            found: list[Tensor] = []
             with torch.no_grad(), self._attention(way):
-                for method, arguments in methods:
-                    pooled = method(**arguments).pooler_output
-                    found += [pooled] if isinstance(pooled, Tensor) else list(pooled)
-            return found
+                return self.adapter.stock_features(model, batch.stock)
 
         return run
 
-    def _method(self, way: str, name: str) -> Any:
-        method = getattr(self._stock_model, name)
+    def _stock_of(self, way: str) -> Any:
+        """The stock model; for the ways of `torch.compile` a copy that shares its weights, entry points compiled."""
         if way not in ("compile", "reduce-overhead"):
-            return method
-        if (way, name) not in self._compiled:
-            mode = None if way == "compile" else way
-            self._compiled[way, name] = torch.compile(method, mode=mode)
-        return self._compiled[way, name]
+            return self._stock_model
+        if way not in self._compiled:
+            model = share_weights(self._stock_model)
+            for name in self.adapter.entry_points:
+                path, _, leaf = name.rpartition(".")
+                owner = model.get_submodule(path)
+                mode = None if way == "compile" else way
+                setattr(owner, leaf, torch.compile(getattr(owner, leaf), mode=mode))
+            self._compiled[way] = model
+        return self._compiled[way]
 
     def _attention(self, way: str) -> Any:
         if way != "varlen":

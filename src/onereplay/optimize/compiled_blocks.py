@@ -16,7 +16,7 @@ from torch import Tensor, nn
 VARIANTS = 64
 """Compiled variants that one function may have in this process, against PyTorch's 8. The layers of all models share a
 few functions, and SAM alone has eight (windows or not, two sizes of tiles, one tile or several); beyond the limit
-PyTorch runs a block uncompiled without a word."""
+PyTorch runs a block uncompiled, with no more than a line in the log."""
 
 
 def compiled_blocks(blocks: Iterable[nn.Module], tiles: bool) -> dict[nn.Module, Callable[..., Any]]:
@@ -26,7 +26,7 @@ def compiled_blocks(blocks: Iterable[nn.Module], tiles: bool) -> dict[nn.Module,
         blocks: of one tower or several.
         tiles: hidden states are `(tiles, ...)` of fixed sizes behind the first; else `(..., rows, width)`. What is
             fixed is compiled as a number: with sizes as symbols Inductor may search for minutes (24x24 patches a tile
-            took 103 s on a CPU, 33 s so).
+            took 103 s on a busy CPU with two cores, 33 s so).
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     return {block: _with_fixed_sizes(torch.compile(block.forward, dynamic=True), tiles) for block in blocks}
