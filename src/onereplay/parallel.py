@@ -81,7 +81,9 @@ class DataParallelEncoder:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._through_host = dist.get_backend(group) == "gloo"
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._host_group = group if self._through_host else dist.new_group(ranks, backend="gloo")
+        self._host_group = group
+        if not self._through_host:  # made by its own ranks alone: others of the job may never come here
+            self._host_group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def encode(
         self, sources: Sequence[Source], *, video: VideoOptions | None = None, allow_urls: bool = False
@@ -146,7 +148,7 @@ class DataParallelEncoder:
     def _gather_buffers(self, items: Sequence[Item], shares: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Room for this rank's rows, padded to the largest share, and for those of all ranks."""
         rows = max(sum(items[place].num_rows for place in share) for share in shares)
-        shape = next(iter(self.encoder.adapter.paths().values())).outputs[0].shape
+        shape = self.encoder.adapter.result_shape
         kind: Any = {"dtype": self.encoder.dtype, "device": self.encoder.device}
         return torch.zeros(rows, *shape, **kind), torch.empty(self.num_ranks, rows, *shape, **kind)
 

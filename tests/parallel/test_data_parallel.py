@@ -5,13 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.spawn import spawn
 
 from onereplay import DataParallelEncoder
 from onereplay.encoder import Encoder
 from onereplay.errors import OnereplayError
 from onereplay.geometry import Grid
 from onereplay.parallel import spread
-from tests.parallel.workers import Seen, images, inputs, run, tiny
+from tests.parallel.workers import Seen, images, inputs, run, subgroup_worker, tiny
 
 QWEN = {
     "images and a video": [Grid(1, 8, 8), Grid(1, 4, 6), Grid(3, 4, 4), Grid(1, 16, 16), Grid(1, 2, 2)],
@@ -108,6 +109,15 @@ def test_tiles_paths_and_assembled_items_are_spread_like_any_other(spec: str, tm
     for name, grids in CASES[spec].items():
         expected = single.encode_inputs(**inputs(single, grids))
         assert all(same(seen[name], expected) for seen in ranks), name
+
+
+def test_a_group_of_some_ranks_makes_its_host_group_without_the_others(tmp_path: Path) -> None:
+    """A rank outside the group never comes to make one; waiting for it would hang."""
+    spec, grids = "internvl3-1b@tiny", TILES["three images of three, one and one tiles"]
+    single = tiny(spec)
+    spawn(subgroup_worker, args=(str(tmp_path), spec, grids), nprocs=3)
+    for rank in range(2):
+        assert same(torch.load(tmp_path / f"{rank}.pt"), single.encode_inputs(**inputs(single, grids)))
 
 
 def test_without_a_process_group_it_says_what_to_call(single: Encoder) -> None:

@@ -105,3 +105,14 @@ def run(folder: Path, num_ranks: int, spec: str, batches: Mapping[str, list[Grid
     """What every rank saw."""
     spawn(worker, args=(num_ranks, str(folder), spec, batches), nprocs=num_ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def subgroup_worker(rank: int, folder: str, spec: str, grids: list[Grid]) -> None:
+    """One of three ranks, of which the first two share an encoder over a group that is said to be of NCCL."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment,return-value]
+        with DataParallelEncoder(tiny(spec), pair) as parallel:
+            torch.save(parallel.encode_inputs(**inputs(parallel.encoder, grids)), Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()

@@ -202,6 +202,11 @@ class Adapter(ABC, Generic[BatchT]):
     def stock_output(self, features: Sequence[Tensor]) -> Any:
         """The features in the type that the stock entry points return, one entry an item of `features`."""
 
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """The shape of one row of an item's result: that of the first output, unless a model says otherwise."""
+        return next(iter(self.paths().values())).outputs[0].shape
+
     def stock_rows(self, output: Any) -> list[Tensor]:
         """The way back from `stock_output`: what a stock entry point returned, as rows `(..., hidden_size)`."""
         return list(output.pooler_output)

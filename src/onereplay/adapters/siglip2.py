@@ -10,6 +10,7 @@ patches an image; graphs take up to 1,024 and a longer sequence is an eager forw
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -26,6 +27,7 @@ from onereplay.attention import varlen_attention
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.assembly import split_rows
 from onereplay.core.buffers import Array, Buffers, Declaration, Output, Rows
+from onereplay.core.items import Item, Modality
 from onereplay.core.protocol import PathSpec
 from onereplay.errors import ConfigError
 from onereplay.geometry import Grid
@@ -86,6 +88,11 @@ class Siglip2(NaflexAdapter):
         return {PATH: PathSpec(self.buffers(), tuple(outputs))}
 
     # pack
+
+    def item(self, modality: Modality, grids: Sequence[Grid]) -> Item:
+        """An embedding is one row an image, whatever its tokens are."""
+        item = super().item(modality, grids)
+        return item if self.form == "rows" else replace(item, rows=item.sizes[PATH].sequences)
 
     def piece(self, grid: Grid) -> Mapping[str, Array]:
         """The tower's metadata, and where the image begins."""

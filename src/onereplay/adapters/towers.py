@@ -6,6 +6,7 @@ says which one an item gets. Tokens are the rows of the table either way, so tha
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from onereplay.adapters.tiles import TileAdapter, TileBatch
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.assembly import split_rows
 from onereplay.core.buffers import Buffers, Output
-from onereplay.core.items import Modality
+from onereplay.core.items import Item, Modality
 from onereplay.errors import ConfigError, InputError
 
 
@@ -116,6 +117,16 @@ class TowerAdapter(TileAdapter):
     def patches_of(self, height: int, width: int) -> int:
         """Nothing is merged."""
         return self.tokens_of(height, width)
+
+    def item(self, modality: Modality, num_tiles: int, height: int, width: int) -> Item:
+        """An embedding is one row an image, whatever its tokens are."""
+        item = super().item(modality, num_tiles, height, width)
+        return item if self.form == "rows" else replace(item, rows=num_tiles)
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Of a row of the table, or of an embedding."""
+        return (self.hidden_size if self.form == "rows" else self.embedding_size,)
 
     # forward
 
