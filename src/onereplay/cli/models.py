@@ -148,8 +148,8 @@ def _page(adapters: Sequence[Mapping[str, Any]], presets: Sequence[_PresetRow]) 
     yield ""
     yield "A preset is a published configuration, with random weights; each has a small form, `NAME@tiny`."
     yield f"{', '.join(sizes)}: tokens of an image of that size, and in brackets the rows of its result where"
-    yield "they are others (learned rows, an embedding); empty where only a processor for torchvision tells. A tile: tokens of"
-    yield "one, for fixed tiles."
+    yield "they are others (learned rows, an embedding); empty where only an image processor for torchvision tells."
+    yield "A tile: tokens of one, for fixed tiles."
     yield ""
     yield from _table(
         ("preset", "model type", "checkpoint", *sizes, "a tile"),
