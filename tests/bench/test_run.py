@@ -88,7 +88,7 @@ def test_the_result_is_written_as_json_page_and_plots(result: Result, tmp_path: 
     ("flag", "value", "message"),
     [
         ("--ways", "fastest", f"use {', '.join(WAYS)}"),
-        ("--workload", "", "use single, mix-v1, mix-log, videos"),
+        ("--workload", "", "use single, cases, mix-v1, mix-log, videos"),
         ("--tokens", "64,x", "positive integers"),
     ],
 )

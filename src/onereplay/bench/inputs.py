@@ -1,8 +1,9 @@
 """Batches that a benchmark encodes: shapes as integers, and tensors of those shapes.
 
-Three workloads that others can repeat, from the model's configuration alone:
+Workloads that others can repeat, from the model's configuration alone:
 
 * `single`: the fewest items of exactly so many tokens, one batch a count;
+* `cases`: nine batches of square images and of mixed ones, for which figures of an inference engine are public;
 * `mix-v1`: 2,000 batches from `random.Random(0)`. A batch draws its size from 1, 1, 1, 1, 2, 2, 4, 4, 8, 16, 32, then
   for each image its height and its width, uniform in 224 to 2,048 pixels; batches over 16,384 tokens are left out;
 * `mix-log`: the same with sides log-uniform;
@@ -34,7 +35,21 @@ MIX_MAX_TOKENS = 16_384
 MAX_TILES = 12
 CLIP_FRAMES = (2, 4, 8, 16, 32, 64)
 CLIP_SIDE = 16
-WORKLOADS = ("single", "mix-v1", "mix-log", "videos")
+WORKLOADS = ("single", "cases", "mix-v1", "mix-log", "videos")
+SMALL, MIDDLE, LARGE = (224, 224), (448, 448), (896, 896)
+WIDE, TALL, STRIP, POSTER = (476, 644), (644, 476), (280, 840), (1064, 588)
+CASES = {
+    "1x224": (SMALL,),
+    "1x448": (MIDDLE,),
+    "1x896": (LARGE,),
+    "8x448": (MIDDLE,) * 8,
+    "5x896": (LARGE,) * 5,
+    "16x896": (LARGE,) * 16,
+    "mix4": (SMALL, MIDDLE, TALL, LARGE),
+    "mix8": (*[SMALL] * 2, *[MIDDLE] * 3, WIDE, STRIP, LARGE),
+    "mix12": (*[SMALL] * 4, *[MIDDLE] * 3, *[TALL] * 2, *[LARGE] * 2, POSTER),
+}
+"""Height and width in pixels of each image of a batch."""
 
 Inputs = dict[str, Any]
 
@@ -65,6 +80,8 @@ def workload(name: str, adapter: Adapter[Any], token_counts: Sequence[int], limi
     match name:
         case "single":
             found = list({shape.items: shape for shape in (sized(adapter, count) for count in token_counts)}.values())
+        case "cases":
+            found = [case(adapter, name) for name in CASES]
         case "mix-v1":
             found = _mix(adapter, lambda draw: draw.randint(*MIX_SIDES))
         case "mix-log":
@@ -83,6 +100,11 @@ def sized(adapter: Adapter[Any], tokens: int) -> Shape:
     if _takes_counts(adapter):
         return Shape(f"{whole:,}", tuple((Grid(1, 1, 1),) * count for count in _portions(len(grids), MAX_TILES)))
     return Shape(f"{whole:,}", tuple((grid,) for grid in grids))
+
+
+def case(adapter: Adapter[Any], name: str) -> Shape:
+    """A batch of `CASES`."""
+    return Shape(name, tuple(picture(adapter, *sides) for sides in CASES[name]))
 
 
 def picture(adapter: Adapter[Any], height: int, width: int) -> tuple[Grid, ...]:

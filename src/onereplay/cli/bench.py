@@ -17,7 +17,7 @@ from onereplay.errors import ConfigError
 def bench(
     model: Model,
     config: EncoderCudaGraphConfig,
-    workload: Annotated[str, typer.Option(help="single, mix-v1, mix-log, videos; several with commas.")] = "single",
+    workload: Annotated[str, typer.Option(help="single, cases, mix-v1, mix-log, videos; several with commas.")] = "single",
     ways: Annotated[
         str,
         typer.Option(
