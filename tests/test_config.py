@@ -23,7 +23,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("token_budgets", [], "captures nothing"),
     ("token_budgets", [64, 0], "is not positive"),
     ("token_budgets", [True], "is not an integer"),
-    ("attention", "flash", "use one of auto, fa2, fa4, reference"),
+    ("attention", "flash", "use one of auto, short, fa2, fa4, reference"),
     ("backend", "inductor", "use one of auto, cuda, traced"),
     ("optimize", 5, "is not a list"),
     ("optimize", ["nothing_like_this"], "is unknown"),

@@ -19,10 +19,10 @@ from onereplay.errors import ConfigError
 ENVIRONMENT_PREFIX = "ONEREPLAY_"
 DEFAULT_MAX_ITEMS = 64
 
-ATTENTION_BACKENDS = ("auto", "fa2", "fa4", "reference")
+ATTENTION_BACKENDS = ("auto", "short", "fa2", "fa4", "reference")
 GRAPH_BACKENDS = ("auto", "cuda", "traced")
 FEATURES = ("auto", "embedding", "rows")
-REWRITES = ("patch_embedding", "aligned_mlp", "compiled_blocks")
+REWRITES = ("patch_embedding", "aligned_mlp", "fused_blocks", "compiled_blocks")
 """Names of the exact rewrites in `onereplay.optimize`."""
 
 

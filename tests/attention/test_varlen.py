@@ -27,7 +27,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTra
 from transformers.models.siglip2.modeling_siglip2 import Siglip2VisionModel
 
 from onereplay.attention import backends, resolve_backend, varlen_attention
-from onereplay.attention.backends import FA4_MIN_SEQLEN, HEAD_SIZES, fa4_installed
+from onereplay.attention.backends import FA4_MIN_SEQLEN, HEAD_SIZES, SHORT_MAX_SEQLEN, fa4_installed
 from onereplay.attention.interface import PREFIX, as_mask, use_varlen
 from onereplay.config import ATTENTION_BACKENDS
 from onereplay.errors import ConfigError, MissingDependencyError, OnereplayError
@@ -167,6 +167,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, bool], None]:
     def pretend(installed: bool, new_enough: bool) -> None:
         monkeypatch.setattr(backends, "fa4_installed", lambda: installed)
         monkeypatch.setattr(backends, "_fa4_runs_on", lambda device: new_enough)
+        monkeypatch.setattr(backends, "triton_installed", lambda: True)
 
     backends._log_choice.cache_clear()
     return pretend
@@ -178,10 +179,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool, bool], None]:
         ("auto", True, True, FA4_MIN_SEQLEN, "fa4"),
         ("auto", True, True, 4096, "fa4"),
         ("auto", True, True, FA4_MIN_SEQLEN - 1, "fa2"),
-        ("auto", True, True, 64, "fa2"),
+        ("auto", True, True, SHORT_MAX_SEQLEN, "short"),
+        ("auto", True, True, SHORT_MAX_SEQLEN + 1, "fa2"),
         ("auto", True, False, 4096, "fa2"),
         ("auto", False, True, 4096, "fa2"),
-        ("auto", False, False, 64, "fa2"),
+        ("auto", False, False, 64, "short"),
+        ("short", False, False, 64, "short"),
         ("fa2", True, True, 4096, "fa2"),
         ("fa2", False, False, 64, "fa2"),
         ("fa4", True, True, 4096, "fa4"),
@@ -193,6 +196,14 @@ def test_the_back_end_on_cuda(
 ) -> None:
     machine(installed, new_enough)
     assert resolve_backend(name, CUDA, max_seqlen) == chosen
+
+
+def test_without_triton_auto_takes_fa2_for_short_sequences(
+    machine: Callable[[bool, bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(True, True)
+    monkeypatch.setattr(backends, "triton_installed", lambda: False)
+    assert resolve_backend("auto", CUDA, SHORT_MAX_SEQLEN) == "fa2"
 
 
 @pytest.mark.parametrize(
@@ -237,11 +248,12 @@ def test_the_choice_of_auto_is_logged_once_a_kind(
 ) -> None:
     machine(True, True)
     with caplog.at_level(logging.INFO, logger="onereplay"):
-        for max_seqlen in (64, 4096, 100, 5000):
+        for max_seqlen in (100, 4096, 64, 200, 5000, 16):
             resolve_backend("auto", CUDA, max_seqlen)
     assert [record.getMessage() for record in caplog.records] == [
         "attention: fa2 for sequences of up to 256 patches",
         "attention: fa4 for sequences longer than 256 patches",
+        "attention: short for sequences of up to 64 patches",
     ]
 
 

@@ -26,7 +26,7 @@ from onereplay.geometry import Grid
 TINY = {"qwen2_5_vl": "qwen2_5_vl-7b@tiny", "internvl": "internvl3-8b@tiny", "lfm2_vl": "lfm2_vl-450m@tiny"}
 FULL = {name: preset.removesuffix("@tiny") for name, preset in TINY.items()}
 BUDGETS = (64, 80, 128, 256)
-NOT_COMPILED = ("patch_embedding", "aligned_mlp")
+NOT_COMPILED = ("patch_embedding", "aligned_mlp", "fused_blocks")
 """The rewrites that cost no compilation."""
 MODELS = sorted(TINY)
 """One of each engine; `EVERY` is all that are registered."""

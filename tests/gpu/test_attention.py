@@ -13,12 +13,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from onereplay.attention import resolve_backend, varlen_attention
-from onereplay.attention.backends import FA4_MIN_SEQLEN, HEAD_SIZES, fa4_installed
+from onereplay.attention.backends import FA4_MIN_SEQLEN, HEAD_SIZES, SHORT_MAX_SEQLEN, fa4_installed
+from onereplay.attention.short import short_attention
 from onereplay.checking import HALF_RATIO
 from onereplay.errors import ConfigError, MissingDependencyError
+from onereplay.optimize import kernels
 from tests.gpu.conftest import made, relative_error
 
 BACKENDS = ["fa2", "fa4"]
+SHORT = (5, 0, 64, 64, 1, 0, 33, 64, 0, 0)
+"""What `short` takes."""
 RAGGED = (5, 0, 64, 256, 1, 0, 300, 33, 0, 0)
 """Empty sequences in the middle and at the end."""
 PADDED = (256, 64, 64, 7, 1024, 1024, 9, 0, 0, 0, 0)
@@ -82,6 +86,33 @@ def test_heads_may_share_keys(backend: str, size: int, num_heads: int, key_heads
     assert_right(found, q, k, v, RAGGED, 0.1)
 
 
+@pytest.mark.parametrize(("num_heads", "key_heads"), [(4, 4), (8, 2), (16, 16)], ids=str)
+@pytest.mark.parametrize("size", HEAD_SIZES)
+def test_short_sequences_attend_to_themselves(size: int, num_heads: int, key_heads: int) -> None:
+    lengths = SHORT * (1 if num_heads < 16 else 30)  # many programs: each takes several heads
+    q, k, v = heads(sum(lengths), num_heads, key_heads, size)
+    found = varlen_attention(q, k, v, offsets(lengths), 64, size**-0.5, "short")
+    assert_right(found, q, k, v, lengths, size**-0.5)
+
+
+@pytest.mark.parametrize(("size", "rotated"), [(80, 80), (64, 64), (72, 72), (80, 60), (128, 128)])
+def test_short_attention_rotates_as_the_rotary_embedding_does(size: int, rotated: int) -> None:
+    q, k, v = heads(sum(SHORT), 4, 4, size)
+    angles = torch.rand(sum(SHORT), rotated // 2, device="cuda") * 6
+    cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
+    found = short_attention(q, k, v, offsets(SHORT), size**-0.5, (cos, sin))
+    for part in (q, k):
+        kernels.rotate(part, cos, sin)
+    assert torch.equal(found, short_attention(q, k, v, offsets(SHORT), size**-0.5))
+    assert_right(found, q, k, v, SHORT, size**-0.5)
+
+
+def test_a_bound_that_short_cannot_hold_is_refused() -> None:
+    q, k, v = heads(65, 4, 4, 64)
+    with pytest.raises(ConfigError, match="'short' holds sequences of up to 64 patches, got 65"):
+        varlen_attention(q, k, v, offsets((65,)), 65, 0.1, "short")
+
+
 def test_a_bound_above_the_longest_sequence_changes_nothing(backend: str) -> None:
     """A graph has the bound of its budget, whatever the batch."""
     q, k, v = heads(sum(RAGGED), 4, 4, 80)
@@ -126,6 +157,8 @@ def test_nothing_is_left_unwritten_in_a_padded_layout(backend: str) -> None:
 
 def test_auto_takes_fa4_for_long_sequences_where_it_is_installed_and_the_reference_is_refused() -> None:
     device = torch.device("cuda")
+    assert resolve_backend("auto", device, SHORT_MAX_SEQLEN) == "short"
+    assert resolve_backend("auto", device, SHORT_MAX_SEQLEN + 1) == "fa2"
     assert resolve_backend("auto", device, FA4_MIN_SEQLEN - 1) == "fa2"
     hopper = torch.cuda.get_device_capability() >= (9, 0)
     assert resolve_backend("auto", device, FA4_MIN_SEQLEN) == ("fa4" if fa4_installed() and hopper else "fa2")

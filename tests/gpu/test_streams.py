@@ -12,7 +12,7 @@ from torch import Tensor
 from onereplay import EncoderCudaGraphConfig
 from onereplay.core.staging import TURNS
 from onereplay.encoder import Encoder
-from tests.gpu.conftest import MODELS, assert_as_right_as_plain, assert_same, inputs_of, keep_busy, made
+from tests.gpu.conftest import MODELS, NOT_COMPILED, assert_as_right_as_plain, assert_same, inputs_of, keep_busy, made
 
 Batches = list[tuple[dict[str, Any], list[Tensor]]]
 
@@ -153,7 +153,7 @@ def test_two_encoders_of_one_model_do_not_disturb_each_other() -> None:
     """Nor does the end of the one; with rewrites, which change where weights lie."""
     with made("qwen2_5_vl", 64) as source:
         model = source.adapter.model
-    config = EncoderCudaGraphConfig(token_budgets=(64,), backend="cuda", optimize=("patch_embedding", "aligned_mlp"))
+    config = EncoderCudaGraphConfig(token_budgets=(64,), backend="cuda", optimize=NOT_COMPILED)
     first, second = Encoder(model, config), Encoder(model, config)
     for tokens in (64, 68):
         inputs = inputs_of(first, tokens)

@@ -3,14 +3,15 @@
 ======== ======= ==================================================================================================
 name     device  what runs
 ======== ======= ==================================================================================================
+short    CUDA    a kernel of this project in Triton for sequences of up to 64 patches, in 16-bit types
 fa2      CUDA    FlashAttention 2 as built into PyTorch (`aten._flash_attention_forward`)
 fa4      CUDA    FlashAttention 4 (`pip install flash-attn-4`), compute capability 9.0 and newer
 reference CPU    one `scaled_dot_product_attention` a sequence; rows of no sequence become NaN, so that a gap shows
 ======== ======= ==================================================================================================
 
-`auto` on CUDA is fa4 where it is installed and the sequences may be longer than 256 patches, else fa2. Measured on an
-H200, 16 heads of 80: FA4 takes 0.48 of FA2's time at 4,096 patches a sequence and 0.67 at 1,024, but 1.2 times as long
-at 256 and 2.7 times at 64.
+`auto` on CUDA is short for sequences of up to 64 patches where Triton is installed; fa4 where that is installed and
+the sequences may be longer than 256 patches; else fa2. Measured on an H200, 16 heads of 80: FA4 takes 0.48 of FA2's
+time at 4,096 patches a sequence and 0.67 at 1,024, but 1.2 times as long at 256 and 2.7 times at 64.
 """
 
 import functools
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 FA4_MIN_SEQLEN = 257
 """`auto` prefers fa4 from this bound on the sequence length upwards."""
+
+SHORT_MAX_SEQLEN = 64
+"""`auto` prefers short up to this bound."""
 
 HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
 """Head sizes that vision encoders use and that every back end is tested on."""
@@ -55,19 +59,30 @@ def _resolve_cuda(name: str, device: torch.device, max_seqlen: int) -> str:
         raise MissingDependencyError("attention='fa4' needs FlashAttention 4: pip install \"onereplay[gpu]\"")
     if name == "fa4" and not _fa4_runs_on(device):
         raise ConfigError(f"attention='fa4' needs compute capability 9.0 or newer, {device} is older; use auto or fa2")
+    if name == "short" and max_seqlen > SHORT_MAX_SEQLEN:
+        raise ConfigError(f"attention='short' holds sequences of up to {SHORT_MAX_SEQLEN} patches, got {max_seqlen}")
     if name in BACKENDS:
         return name
     if name != "auto":
         raise ConfigError(f"attention={name!r} is unknown; use auto, {', '.join(BACKENDS)}")
-    use_fa4 = max_seqlen >= FA4_MIN_SEQLEN and fa4_installed() and _fa4_runs_on(device)
-    return _log_choice("fa4" if use_fa4 else "fa2", max_seqlen >= FA4_MIN_SEQLEN)
+    if max_seqlen <= SHORT_MAX_SEQLEN:
+        return _log_choice("short" if triton_installed() else "fa2", f"of up to {SHORT_MAX_SEQLEN}")
+    if max_seqlen < FA4_MIN_SEQLEN:
+        return _log_choice("fa2", f"of up to {FA4_MIN_SEQLEN - 1}")
+    use_fa4 = fa4_installed() and _fa4_runs_on(device)
+    return _log_choice("fa4" if use_fa4 else "fa2", f"longer than {FA4_MIN_SEQLEN - 1}")
 
 
 @functools.cache
-def _log_choice(backend: str, long_sequences: bool) -> str:
-    kind = "longer than" if long_sequences else "of up to"
-    logger.info("attention: %s for sequences %s %d patches", backend, kind, FA4_MIN_SEQLEN - 1)
+def _log_choice(backend: str, lengths: str) -> str:
+    logger.info("attention: %s for sequences %s patches", backend, lengths)
     return backend
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """True if Triton is there; CUDA builds of PyTorch for Linux bring it along."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
@@ -117,6 +132,13 @@ def fa4(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqle
     return output
 
 
+def short(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
+    """The kernel of `attention.short`; shapes as in `varlen_attention`."""
+    from onereplay.attention.short import short_attention
+
+    return short_attention(query, key, value, cu_seqlens, scale)
+
+
 def reference(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
     """One dense attention a sequence; reads `cu_seqlens` on the host. Rows of no sequence are NaN.
 
@@ -140,4 +162,4 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     return output[0].transpose(0, 1)
 
 
-BACKENDS = {"fa2": fa2, "fa4": fa4, "reference": reference}
+BACKENDS = {"short": short, "fa2": fa2, "fa4": fa4, "reference": reference}

@@ -82,6 +82,37 @@ def _tiles_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, back
     return output.view(tiles, length, *output.shape[1:])
 
 
+def offsets_of(
+    cu_seqlens: Tensor | None, max_seqlen: int | None, attention_mask: Tensor | None
+) -> tuple[Tensor | None, int]:
+    """The cumulative lengths that a block was handed in one form or another, and the bound on a length.
+
+    Args:
+        cu_seqlens: int32 `(S + 1,)`.
+        max_seqlen: with it; `None` where the tower hands on none.
+        attention_mask: of `as_mask`, or another kind of mask, which holds no offsets.
+
+    Returns:
+        `None` and 0 where there are none: then a mask decides, or each tile attends to all of itself.
+
+    Raises:
+        ValueError: offsets without a bound.
+    """
+    if cu_seqlens is not None:
+        if max_seqlen is None:
+            raise ValueError("the tower handed its blocks cu_seqlens without max_seqlen")
+        return cu_seqlens, max_seqlen
+    if attention_mask is not None and _holds_offsets(attention_mask):
+        return attention_mask[0], attention_mask.shape[0]
+    return None, 0
+
+
+def backend_of(module: Any) -> str:
+    """The back end that `use_varlen` chose for an attention module; `auto` where none is open."""
+    name = str(module.config._attn_implementation)
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else "auto"
+
+
 def as_mask(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     """Offsets for layers that hand on nothing but `attention_mask`: int32 `(max_seqlen, S + 1)`, every row the offsets.
 

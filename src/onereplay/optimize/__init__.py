@@ -8,7 +8,8 @@ weights: a call of the stock model runs the stock code.
 |---|---|
 | `patch_embedding` | a convolution whose kernel is its stride, over rows that are patches already: one matrix product |
 | `aligned_mlp` | a gated MLP whose width is no multiple of 64: the same with zero rows and columns added |
-| `compiled_blocks` | a block: `torch.compile`, once for all budgets; CUDA graphs only |
+| `fused_blocks` | a block of a kind that is known: few products and one pass between each |
+| `compiled_blocks` | any other block: `torch.compile`, once for all budgets; CUDA graphs only |
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +20,11 @@ from torch import nn
 
 from onereplay.config import REWRITES
 from onereplay.errors import ConfigError
-from onereplay.optimize.aligned_mlp import aligned_mlp, unalign
+from onereplay.optimize.aligned_mlp import aligned_mlp
 from onereplay.optimize.compiled_blocks import compiled_blocks
+from onereplay.optimize.fused_blocks import fused_blocks
 from onereplay.optimize.patch_embedding import patch_embedding
+from onereplay.optimize.storage import Storage
 
 Forwards = Mapping[nn.Module, Callable[..., Any]]
 
@@ -30,13 +33,16 @@ def choose(names: Sequence[str] | None, device: torch.device, backend: str) -> t
     """The rewrites to apply; `None` is all of them under CUDA graphs and none elsewhere.
 
     Raises:
-        ConfigError: `compiled_blocks` without CUDA graphs: a trace cannot hold compiled code.
+        ConfigError: `compiled_blocks` without CUDA graphs, or `fused_blocks` traced on a CUDA device: a trace cannot
+            hold compiled code.
     """
     graphs = backend == "cuda" or (backend == "auto" and device.type == "cuda")
     if names is None:
         return REWRITES if graphs else ()
     if "compiled_blocks" in names and not graphs:
         raise ConfigError("optimize='compiled_blocks' needs backend='cuda' on a CUDA device; leave it out")
+    if "fused_blocks" in names and device.type == "cuda" and not graphs:
+        raise ConfigError("optimize='fused_blocks' runs kernels that no trace can hold; leave it out on a CUDA device")
     return tuple(names)
 
 
@@ -46,7 +52,7 @@ class Rewritten:
     Args:
         roots: an adapter's own copies of the vision modules.
         names: which rewrites.
-        blocks: the modules that `compiled_blocks` compiles.
+        blocks: the modules that `fused_blocks` and `compiled_blocks` look at.
         tiles: their hidden states are tiles of a fixed size.
     """
 
@@ -57,13 +63,19 @@ class Rewritten:
         blocks: Iterable[nn.Module] = (),
         tiles: bool = False,
     ) -> None:
-        self._roots, self.names = list(roots), tuple(names)
+        self.names = tuple(names)
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
-        modules = [module for root in self._roots for module in root.modules()]
+        self._storage = Storage()
+        modules, blocks = [module for root in roots for module in root.modules()], list(blocks)
         if "patch_embedding" in names:
             self._replace(patch_embedding(modules))
+        if "fused_blocks" in names:
+            self._replace(fused_blocks(blocks, self._storage))
+            blocks = [block for block in blocks if block not in self.forwards]
+            inside = {module for block in self.forwards for module in block.modules()}
+            modules = [module for module in modules if module not in inside]
         if "aligned_mlp" in names:
-            self._replace(aligned_mlp(modules))
+            self._replace(aligned_mlp(modules, self._storage))
         if "compiled_blocks" in names:
             self._replace(compiled_blocks(blocks, tiles))
 
@@ -77,6 +89,5 @@ class Rewritten:
         Values never changed."""
         for module in self.forwards:
             module.__dict__.pop("forward", None)
-        for root in self._roots:
-            unalign(root.modules())
+        self._storage.release()
         self.forwards = {}

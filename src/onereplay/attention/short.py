@@ -1,0 +1,162 @@
+"""Attention of many short sequences, in Triton: all rows of a sequence and a head in one program.
+
+FlashAttention works on blocks of 128 queries; a window of 64 patches leaves half of each idle. Here one program loads
+query, key and value of a whole sequence, rotates the first two if asked to, and writes the result: each value of the
+input is read once and nothing else touches memory, so the time is that of a copy.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_SEQLEN = 64
+"""Rows of a sequence that one program holds."""
+_PROGRAMS = 4096
+"""With more programs than this, one takes several heads and reads the angles once for all of them."""
+
+
+@triton.jit
+def _short_attention(
+    query,
+    key,
+    value,
+    cos,
+    sin,
+    cu_seqlens,
+    output,
+    scale,
+    query_row,
+    query_head,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    angle_row,
+    output_row,
+    heads,
+    group,
+    SIZE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """One sequence and `HEADS` heads. The first `2 * HALF` values of a head are two halves that rotate together; the
+    rest, if any, stays."""
+    sequence = tl.program_id(0)
+    start = tl.load(cu_seqlens + sequence).to(tl.int64)
+    length = (tl.load(cu_seqlens + sequence + 1) - start).to(tl.int32)
+    if length <= 0:
+        return
+    rows = tl.arange(0, ROWS)
+    inside = rows < length
+    half = tl.arange(0, BLOCK_HALF)
+    whole = tl.arange(0, BLOCK_SIZE)
+    half_mask = inside[:, None] & (half < HALF)[None, :]
+    whole_mask = inside[:, None] & (whole < SIZE)[None, :]
+    places = start + rows
+    if ROTARY:
+        angles = places[:, None] * angle_row + half[None, :]
+        cosine = tl.load(cos + angles, mask=half_mask, other=0.0).to(tl.float32)
+        sine = tl.load(sin + angles, mask=half_mask, other=0.0).to(tl.float32)
+    for turn in range(HEADS):
+        head = tl.program_id(1) * HEADS + turn
+        if head < heads:
+            from_query = query + places[:, None] * query_row + head * query_head
+            from_key = key + places[:, None] * key_row + (head // group) * key_head
+            q1 = tl.load(from_query + half[None, :], mask=half_mask, other=0.0)
+            q2 = tl.load(from_query + HALF + half[None, :], mask=half_mask, other=0.0)
+            k1 = tl.load(from_key + half[None, :], mask=half_mask, other=0.0)
+            k2 = tl.load(from_key + HALF + half[None, :], mask=half_mask, other=0.0)
+            if ROTARY:
+                kind = q1.dtype
+                wide1, wide2 = q1.to(tl.float32), q2.to(tl.float32)
+                q1 = (wide1 * cosine - wide2 * sine).to(kind)
+                q2 = (wide2 * cosine + wide1 * sine).to(kind)
+                wide1, wide2 = k1.to(tl.float32), k2.to(tl.float32)
+                k1 = (wide1 * cosine - wide2 * sine).to(kind)
+                k2 = (wide2 * cosine + wide1 * sine).to(kind)
+            logits = tl.dot(q1, tl.trans(k1))
+            logits = tl.dot(q2, tl.trans(k2), logits)
+            if SIZE > 2 * HALF:
+                rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+                rest_mask = inside[:, None] & (rest < SIZE)[None, :]
+                q3 = tl.load(from_query + rest[None, :], mask=rest_mask, other=0.0)
+                k3 = tl.load(from_key + rest[None, :], mask=rest_mask, other=0.0)
+                logits = tl.dot(q3, tl.trans(k3), logits)
+            logits = tl.where(inside[None, :], logits * (scale * 1.4426950408889634), float("-inf"))
+            weights = tl.exp2(logits - tl.max(logits, 1)[:, None])
+            total = tl.sum(weights, 1)
+            v = tl.load(
+                value + places[:, None] * value_row + (head // group) * value_head + whole[None, :],
+                mask=whole_mask,
+                other=0.0,
+            )
+            result = tl.dot(weights.to(v.dtype), v) / total[:, None]
+            target = output + places[:, None] * output_row + head * SIZE + whole[None, :]
+            tl.store(target, result.to(output.dtype.element_ty), mask=whole_mask)
+
+
+def short_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    angles: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Attention of each row to the rows of its own sequence; sequences of up to `MAX_SEQLEN` rows.
+
+    Args:
+        query: `(P, H, D)` in a 16-bit type, any strides with contiguous D.
+        key: `(P, K, D)`.
+        value: `(P, K, D)`.
+        cu_seqlens: int32 `(S + 1,)`; rows of no sequence are left unwritten.
+        scale: factor on the logits.
+        angles: cosine and sine, `(P, R)` each with `R <= D`, to rotate the first R values of query and key by: value i
+            with value `i + R / 2`, in float32, rounded once. Both halves of the R angles must be equal.
+
+    Returns:
+        `(P, H, D)`, contiguous.
+    """
+    num_patches, heads, size = query.shape
+    rotated = angles[0].shape[-1] if angles is not None else size
+    half = rotated // 2
+    output = torch.empty((num_patches, heads, size), dtype=query.dtype, device=query.device)
+    sequences = cu_seqlens.shape[0] - 1
+    turns = 4 if sequences * heads >= _PROGRAMS else 1
+    cos, sin = angles if angles is not None else (query, query)
+    _short_attention[(sequences, triton.cdiv(heads, turns))](
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        cu_seqlens,
+        output,
+        scale,
+        query.stride(0),
+        query.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        cos.stride(0),
+        output.stride(0),
+        heads,
+        heads // key.shape[1],
+        SIZE=size,
+        ROTARY=angles is not None,
+        HALF=half,
+        BLOCK_HALF=max(16, triton.next_power_of_2(half)),
+        BLOCK_REST=max(16, triton.next_power_of_2(max(size - 2 * half, 1))),
+        BLOCK_SIZE=triton.next_power_of_2(size),
+        ROWS=MAX_SEQLEN,
+        HEADS=turns,
+        num_warps=4,
+    )
+    return output

@@ -1,0 +1,265 @@
+"""Transformer blocks as few kernels as they need: five or six products and attention, and one pass between each.
+
+A pre-norm block reads its residual stream, normalises it, multiplies, attends, adds, and so on; run module by module
+that is some twenty kernels, and most of their time is memory that is read and written again. Here
+
+* query, key and value are one product, and so are gate and up while rows are few;
+* the product that ends a branch adds to the residual stream itself (`addmm_`), in float32 and rounded once;
+* a norm adds the bias of the product before it and, ahead, that of the product after it;
+* rotary embedding happens inside attention where sequences are short, else in place;
+* the activation takes the bias of its product along; GELU by tanh is part of the product.
+
+Weights stay where the user's module has them, or become views of joined tensors (`storage`). A block changes its input
+in place: towers hand each block a tensor that nobody else reads.
+
+Recognised are blocks by the name of their class, whose forward was read in transformers 5.17 and 5.24; others are left
+to `compiled_blocks`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from onereplay.attention import resolve_backend, varlen_attention
+from onereplay.attention.interface import attention_forward, backend_of, offsets_of
+from onereplay.core.budgets import round_up
+from onereplay.optimize import kernels
+from onereplay.optimize.storage import Storage
+
+ALIGNMENT = 64
+"""Inner widths of gated MLPs are padded to multiples of this; see `aligned_mlp`."""
+MAX_MERGED_ROWS = 8192
+"""Gate and up are one product up to here. Measured on an H200, 1,280 to 2 x 3,456 columns: one product takes 0.67 of
+the time of two with 256 rows, 0.95 with 4,096 and 1.05 with 20,480."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The modules of a block by their roles."""
+
+    norms: tuple[nn.Module, nn.Module]
+    attention: Any
+    projections: tuple[nn.Linear, ...]
+    """Query, key and value in one, or each."""
+    out: nn.Linear
+    gate: nn.Linear | None
+    up: nn.Linear
+    down: nn.Linear
+    activation: nn.Module
+    scales: tuple[Tensor, Tensor] | None = None
+    """Of the branches, where the block has layer scale."""
+    second: str = "attention_mask"
+    """The name of the second argument of `forward`."""
+
+
+def fused_blocks(blocks: Iterable[nn.Module], storage: Storage) -> dict[nn.Module, Callable[..., Any]]:
+    """A fused `forward` for each block that is recognised."""
+    found: dict[nn.Module, Callable[..., Any]] = {}
+    for block in blocks:
+        parts_of = _RECOGNISED.get(type(block).__name__)
+        parts = parts_of(block) if parts_of is not None else None
+        if parts is not None and _activation_name(parts.activation) and all(map(_norm_of, parts.norms)):
+            found[block] = _Fused(parts, storage).forward
+    return found
+
+
+class _Fused:
+    """One block."""
+
+    def __init__(self, parts: _Parts, storage: Storage) -> None:
+        self._parts = parts
+        self._heads = int(parts.attention.num_heads)
+        self._scale = float(getattr(parts.attention, "scaling", None) or parts.attention.scale)
+        self._kind = _activation_name(parts.activation)
+        self._qkv, self._qkv_bias = _stacked(parts.projections, storage, None)
+        self._gate_up, self._gate_up_bias, self._width, self._down = self._mlp_weights(storage)
+
+    def _mlp_weights(self, storage: Storage) -> tuple[Tensor, Tensor | None, int, Tensor]:
+        parts = self._parts
+        if parts.gate is None:
+            return parts.up.weight, parts.up.bias, parts.up.out_features, parts.down.weight
+        width = round_up(parts.up.out_features, ALIGNMENT)
+        weight, bias = _stacked((parts.gate, parts.up), storage, width)
+        down = parts.down.weight
+        return weight, bias, width, down if width == down.shape[1] else storage.pad(down, (len(down), width))
+
+    def forward(self, hidden_states: Tensor, second: Tensor | None = None, **others: Any) -> Tensor:
+        """As the stock block's: `(..., rows, width)`. Changes its input in place."""
+        parts, arguments = self._parts, {self._parts.second: second} | others
+        first_norm, second_norm = map(_norm_of, parts.norms)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        normed = kernels.norm(x, *first_norm[:3], rms=first_norm[3])
+        attended = self._attended(linear(normed, self._qkv, self._qkv_bias), hidden_states.shape, arguments)
+        if parts.scales is None:
+            x.addmm_(attended, parts.out.weight.t())
+            normed = kernels.norm(x, *second_norm[:3], rms=second_norm[3], before=parts.out.bias, after=parts.down.bias)
+            x.addmm_(self._inner(normed), self._down.t())
+        else:
+            branch = linear(attended, parts.out.weight)
+            normed = kernels.norm(
+                x, *second_norm[:3], rms=second_norm[3], branch=branch, scale=parts.scales[0], before=parts.out.bias
+            )
+            kernels.add(x, linear(self._inner(normed), self._down), parts.down.bias, parts.scales[1])
+        return x.view(hidden_states.shape)
+
+    def _attended(self, qkv: Tensor, shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor:
+        """`(rows, width)` from `(rows, 3 * width)`."""
+        parts = qkv.view(len(qkv), 3, self._heads, -1)
+        query, key, value = parts.unbind(1)
+        angles: tuple[Tensor, Tensor] | None = arguments.get("position_embeddings")
+        mask = arguments.get("attention_mask")
+        offsets, bound = offsets_of(arguments.get("cu_seqlens"), arguments.get("max_seqlen"), mask)
+        backend = backend_of(self._parts.attention)
+        if angles is not None:
+            if offsets is not None and resolve_backend(backend, qkv.device, bound) == "short":
+                from onereplay.attention.short import short_attention
+
+                return short_attention(query, key, value, offsets, self._scale, angles).flatten(1)
+            kernels.rotate(parts[:, :2].flatten(1, 2), *angles)
+        if offsets is not None:
+            return varlen_attention(query, key, value, offsets, bound, self._scale, backend).flatten(1)
+        query, key, value = (part.view(*shape[:2], self._heads, -1).transpose(1, 2) for part in (query, key, value))
+        output, _ = attention_forward(backend, self._parts.attention, query, key, value, mask, scaling=self._scale)
+        return output.reshape(len(qkv), -1)
+
+    def _inner(self, normed: Tensor) -> Tensor:
+        """What the last product of the MLP takes: `(rows, inner width)`."""
+        weight, bias, width = self._gate_up, self._gate_up_bias, self._width
+        if self._parts.gate is None:
+            if self._kind == "gelu_tanh" and bias is not None and normed.is_cuda:
+                return torch._addmm_activation(bias, normed, weight.t(), use_gelu=True)
+            inner = linear(normed, weight)
+            kernels.activate(inner, bias, self._kind)
+            return inner
+        if len(normed) <= MAX_MERGED_ROWS:
+            gate, up = linear(normed, weight).split(width, 1)
+        else:
+            gate, up = linear(normed, weight[:width]), linear(normed, weight[width:])
+        return kernels.gated(gate, up, None if bias is None else (bias[:width], bias[width:]), self._kind)
+
+
+def _stacked(parts: tuple[nn.Linear, ...], storage: Storage, rows: int | None) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of several layers on one input as those of one layer, each filled up to `rows`."""
+    if len(parts) == 1:
+        return parts[0].weight, parts[0].bias
+    biases = [part.bias for part in parts]
+    bias = None if biases[0] is None else storage.stack(biases, rows)
+    return storage.stack([part.weight for part in parts], rows), bias
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is recognised
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _norm_of(module: Any) -> tuple[Tensor, Tensor | None, float, bool]:
+    """Weight, bias, epsilon, and whether it is a root mean square; empty if it is another kind of norm."""
+    if isinstance(module, nn.LayerNorm):
+        return module.weight, module.bias, module.eps, False
+    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+        return module.weight, None, module.variance_epsilon, True
+    return ()  # type: ignore[return-value]
+
+
+_ACTIVATIONS = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+}
+
+
+def _activation_name(module: Any) -> str:
+    """The kind of `kernels.ACTIVATIONS` that a module is; empty if none."""
+    if isinstance(module, nn.GELU):
+        return "gelu_tanh" if module.approximate == "tanh" else "gelu"
+    return _ACTIVATIONS.get(type(module).__name__, "")
+
+
+def _qwen(block: Any) -> _Parts:
+    """Blocks of the Qwen line: `attn.qkv`, `attn.proj`, an MLP of three or two layers under one of several names."""
+    mlp = block.mlp
+    gate, up, down = next(names for names in _QWEN_MLPS if hasattr(mlp, names[-1]))
+    return _Parts(
+        norms=(block.norm1, block.norm2),
+        attention=block.attn,
+        projections=(block.attn.qkv,),
+        out=block.attn.proj,
+        gate=getattr(mlp, gate, None),
+        up=getattr(mlp, up),
+        down=getattr(mlp, down),
+        activation=mlp.act_fn if hasattr(mlp, "act_fn") else mlp.act,
+        second="cu_seqlens",
+    )
+
+
+_QWEN_MLPS = (("gate_proj", "up_proj", "down_proj"), ("", "linear_fc1", "linear_fc2"), ("", "fc1", "fc2"))
+
+
+def _siglip(block: Any) -> _Parts:
+    """Encoder layers in the form of CLIP."""
+    attention = block.self_attn
+    return _Parts(
+        norms=(block.layer_norm1, block.layer_norm2),
+        attention=attention,
+        projections=(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=attention.out_proj,
+        gate=None,
+        up=block.mlp.fc1,
+        down=block.mlp.fc2,
+        activation=block.mlp.activation_fn,
+    )
+
+
+def _internvl(block: Any) -> _Parts | None:
+    """InternViT with layer scale; the one that normalises queries and keys is left out."""
+    attention = block.attention
+    if not isinstance(attention.q_norm, nn.Identity):
+        return None
+    return _Parts(
+        norms=(block.layernorm_before, block.layernorm_after),
+        attention=attention,
+        projections=(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=attention.projection_layer,
+        gate=None,
+        up=block.mlp.fc1,
+        down=block.mlp.fc2,
+        activation=block.mlp.activation_fn,
+        scales=(block.lambda_1, block.lambda_2),
+    )
+
+
+_RECOGNISED: Mapping[str, Callable[[Any], _Parts | None]] = {
+    **dict.fromkeys(
+        (
+            "Qwen2VLVisionBlock",
+            "Qwen2_5_VLVisionBlock",
+            "Qwen3VLVisionBlock",
+            "Qwen3VLMoeVisionBlock",
+            "Qwen3_5VisionBlock",
+            "Qwen3_5MoeVisionBlock",
+            "Glm4vVisionBlock",
+            "Glm4vMoeVisionBlock",
+            "Ernie4_5_VLMoeVisionBlock",
+        ),
+        _qwen,
+    ),
+    **dict.fromkeys(
+        (
+            "SiglipEncoderLayer",
+            "Siglip2EncoderLayer",
+            "CLIPEncoderLayer",
+            "Idefics3EncoderLayer",
+            "SmolVLMEncoderLayer",
+            "MiniMaxM3VLVisionEncoderLayer",
+        ),
+        _siglip,
+    ),
+    "InternVLVisionLayer": _internvl,
+}

@@ -1,0 +1,160 @@
+"""Fused blocks: the same features up to rounding for every model whose blocks are recognised, weights given back.
+
+Tolerance: float32, sums in another order; see `onereplay.checking`.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from onereplay.adapters import ADAPTERS, adapter_class
+from onereplay.adapters.base import share_weights
+from onereplay.errors import ConfigError
+from onereplay.geometry import Grid
+from onereplay.optimize import Rewritten, choose
+from onereplay.optimize.storage import Storage
+from tests.optimize.test_rewrites import CUDA, close, encoded, model_of
+
+FUSED = {
+    "clip": 2,
+    "clip_vision_model": 2,
+    "deepseek_vl": 2,
+    "deepseek_vl_hybrid": 2,
+    "ernie4_5_vl_moe": 3,
+    "gemma3": 2,
+    "glm46v": 2,
+    "glm4v": 2,
+    "glm4v_moe": 2,
+    "idefics3": 2,
+    "internvl": 2,
+    "lfm2_vl": 2,
+    "minimax_m3_vl": 2,
+    "qwen2_5_vl": 4,
+    "qwen2_vl": 2,
+    "qwen3_5": 4,
+    "qwen3_5_moe": 4,
+    "qwen3_vl": 4,
+    "qwen3_vl_moe": 4,
+    "siglip": 2,
+    "siglip2": 2,
+    "siglip2_vision_model": 2,
+    "siglip_vision_model": 2,
+    "smolvlm": 2,
+}
+"""Blocks of the tiny towers that are recognised; of all other models none is."""
+
+
+def blocks_of(model: Any) -> list[Any]:
+    return list(adapter_class(model.config.model_type)(model.config, model).blocks())
+
+
+@pytest.mark.parametrize("model_type", sorted(ADAPTERS))
+def test_the_blocks_of_a_model_are_recognised_or_left_alone(model_type: str) -> None:
+    model = model_of(model_type)
+    found = Rewritten([model], ["fused_blocks"], blocks_of(model))
+    assert len(found.forwards) == FUSED.get(model_type, 0)
+    found.restore()
+
+
+@pytest.mark.parametrize("model_type", sorted(FUSED))
+def test_fused_blocks_change_nothing_but_rounding(model_type: str) -> None:
+    """Also of models that take a residual stream from between two blocks (deepstack)."""
+    model = model_of(model_type)
+    adapter = adapter_class(model_type)(model.config, model)
+    _, grids = adapter.layouts(next(iter(adapter.paths())), 512, 8)[0]
+    found, expected = encoded(model, ("fused_blocks",), list(grids))
+    assert close(found, expected)
+
+
+@pytest.mark.parametrize("scale", [0.5, 3.0])
+def test_layer_scale_scales_a_branch_with_its_bias(scale: float) -> None:
+    model = model_of("internvl")
+    for name, parameter in model.named_parameters():
+        if "lambda" in name:
+            torch.nn.init.normal_(parameter, std=scale)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    found, expected = encoded(model, ("fused_blocks",), [Grid(1, 1, 1)] * 3)
+    assert close(found, expected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "lfm2_vl", "glm4v", "internvl"])
+def test_biases_count(model_type: str) -> None:
+    """They are added where they cost nothing: in the norm before, in the activation behind."""
+    model = model_of(model_type)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    adapter = adapter_class(model_type)(model.config, model)
+    _, grids = adapter.layouts("vision", 64, 8)[0]
+    found, expected = encoded(model, ("fused_blocks",), list(grids))
+    assert close(found, expected)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "lfm2_vl"])
+def test_a_change_of_the_weights_in_place_reaches_a_fused_block(model_type: str) -> None:
+    model = model_of(model_type)
+    adapter = adapter_class(model_type)(model.config, model, "auto", ("fused_blocks",))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    _, grids = adapter.layouts("vision", 64, 8)[0]
+    inputs = adapter.example_inputs(grids, torch.Generator().manual_seed(0))
+    from onereplay.checking import plain_features
+    from onereplay.core.manager import EncoderCudaGraphManager
+
+    found = torch.cat(EncoderCudaGraphManager(adapter).encode(adapter.batch(**inputs)))
+    assert close(found, plain_features(adapter, model, inputs))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "lfm2_vl"])
+def test_restore_gives_the_weights_back_bit_for_bit_and_dense(model_type: str) -> None:
+    model = model_of(model_type)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rewritten = Rewritten([share_weights(model)], ["fused_blocks"], blocks_of(model))
+    assert {name: value for name, value in model.state_dict().items() if not torch.equal(value, before[name])} == {}
+    rewritten.restore()
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in after.values())
+
+
+def test_joined_weights_hold_no_second_copy() -> None:
+    query, key = (torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+    values = [query.detach().clone(), key.detach().clone()]
+    storage = Storage()
+    joined = storage.stack([query, key], rows=6)
+    assert joined.shape == (12, 3)
+    assert query.data_ptr() == joined.data_ptr()
+    assert torch.equal(joined[:4], values[0])
+    assert torch.equal(joined[6:10], values[1])
+    assert not joined[4:6].any()
+    assert not joined[10:].any()
+
+
+def test_two_users_share_what_they_join_alike_and_the_last_gives_it_back() -> None:
+    query, key = (torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+    first, second = Storage(), Storage()
+    joined = first.stack([query, key])
+    assert second.stack([query, key]) is joined
+    first.release()
+    assert query.data_ptr() == joined.data_ptr()
+    second.release()
+    assert query.data_ptr() != joined.data_ptr()
+    assert torch.equal(query, joined[:4])
+
+
+def test_weights_that_moved_since_are_joined_anew() -> None:
+    query, key = (torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+    first, second = Storage(), Storage()
+    joined = first.stack([query, key])
+    key.data = torch.zeros(4, 3)
+    again = second.stack([query, key])
+    assert again is not joined
+    assert not again[4:].any()
+
+
+def test_fused_blocks_are_refused_in_a_trace_on_a_cuda_device() -> None:
+    with pytest.raises(ConfigError, match="fused_blocks' runs kernels that no trace can hold"):
+        choose(("fused_blocks",), CUDA, "traced")
