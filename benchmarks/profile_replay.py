@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     page = _page(options.model, found, where)
     print(page)
     if options.out is not None:
-        name = stem(f"profile_{options.model.removeprefix('preset:')}", where)
+        name = stem(f"kernels_{options.model.removeprefix('preset:')}", where)
         write(options.out, name, {"card": asdict(where), "roofline": asdict(roofline), "batches": found}, page)
 
 

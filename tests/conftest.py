@@ -10,6 +10,8 @@ torch.set_num_threads(1)
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n`: tests that share a model of a session or module run in one process, one behind the other."""
+    if not items or not items[0].config.pluginmanager.hasplugin("xdist"):
+        return
     for item in items:
         shared = [str(item.path)]
         call = getattr(item, "callspec", None)

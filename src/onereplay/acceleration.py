@@ -56,7 +56,7 @@ class Accelerated:
         self._before = {name: vars(owner).get(leaf) for name, (owner, leaf) in self._owners().items()}
         """The model's own instance attributes of those names, if it had any."""
         for name, (owner, leaf) in self._owners().items():
-            setattr(owner, leaf, self._replacement(owner, leaf, self.adapter.entry_points[name]))
+            setattr(owner, leaf, self._replacement(owner, leaf, name))
         setattr(self._base, _MARK, id(self._base))
         self._restored = False
 
@@ -65,8 +65,9 @@ class Accelerated:
         parts = {name: name.rpartition(".") for name in self.adapter.entry_points}
         return {name: (self._base.get_submodule(path), leaf) for name, (path, _, leaf) in parts.items()}
 
-    def _replacement(self, owner: Any, name: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+    def _replacement(self, owner: Any, name: str, entry: str) -> Callable[..., Any]:
         """A method of the model in place of the stock one. A copy of the model has it too, and then goes to its own."""
+        parameters = self.adapter.entry_points[entry]
         stock = getattr(owner, name)
         signature = inspect.signature(stock)
 
@@ -78,10 +79,10 @@ class Accelerated:
             others = {k: v for k, v in given.items() if k not in parameters}
             why = self._needs_stock(given.get(parameters[0]), others)
             if why:
-                self.manager.count_outside(Reason.UNSUPPORTED_INPUT, why)
+                self.manager.count_outside(Reason.UNSUPPORTED_INPUT, why, self.adapter.of_entry(entry).paths())
                 return stock(*args, **kwargs)
             batch = self.adapter.batch(**{name: given[name] for name in parameters if name in given})
-            return self.adapter.stock_output(self.manager.encode(batch))
+            return self.adapter.of_entry(entry).stock_output(self.manager.encode(batch))
 
         features.__name__, features.__doc__ = name, stock.__doc__
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -104,7 +105,11 @@ class Accelerated:
         vision = getattr(self.adapter.config, "vision_config", None)
         if getattr(vision, "output_hidden_states", False) or getattr(vision, "output_attentions", False):
             return "the vision configuration asks for hidden states or attentions"
-        own = [name for name, value in others.items() if name.startswith(("image_", "video_")) and value is not None]
+        own = [
+            name
+            for name, value in others.items()
+            if name.startswith(("image_", "video_", "audio_")) and value is not None
+        ]
         return f"the caller's own {own[0]}" if own else ""
 
     def report(self) -> Report:

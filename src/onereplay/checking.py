@@ -7,8 +7,8 @@ The tolerance, by dtype:
   and some hundred layers of sums stay below 1e-5.
 * bfloat16, float16: the relative error (norm) against a float32 copy of the model is at most 1.1 times that of plain
   transformers in the same dtype. Rounding in another order gives another error of the same size; 1.1 leaves room for
-  chance, and a wrong row does not fit in it. The values of a row err together, so a batch of few rows (one embedding
-  an image, say) is judged with others of its sizes: over `ENOUGH_ROWS` in all.
+  chance, and a wrong row does not fit in it. The errors of few values (one embedding of an image, say) are no measure,
+  so a batch of few is judged with others of its sizes: over `ENOUGH_VALUES` in all.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ from onereplay.geometry import Grid
 
 FP32_TOLERANCE = 1e-5
 HALF_RATIO = 1.1
-ENOUGH_ROWS = 64
-"""Errors of one row go the same way together: half-precision errors are compared over at least so many rows, of several
-random batches where one has fewer."""
-MOST_BATCHES = 16
+ENOUGH_VALUES = 16_384
+"""Errors in half precision are compared over at least so many values, of several random batches where one has fewer:
+the ratio of two errors of chance is near 1 only over many."""
+MOST_BATCHES = 128
 SMALL_BUDGETS = (64, 80, 128, 256)
 LARGE_BUDGETS = (64, 256, 1024, 5120)
 OWNERSHIP_BATCHES = 20
@@ -188,10 +188,12 @@ class Checks:
             return self.adapter.model
         return copy.deepcopy(self.adapter.model).float()
 
-    def _samples(self, inputs: Mapping[str, Any], grids: Sequence[Grid], rows: int) -> list[Mapping[str, Any]]:
-        """These inputs, and in half precision others of the same sizes until there are rows enough."""
-        wanted = 1 if self.manager.dtype == torch.float32 else min(-(-ENOUGH_ROWS // rows), MOST_BATCHES)
-        return [inputs, *(self._inputs(grids) for _ in range(wanted - 1))]
+    def _samples(
+        self, inputs: Mapping[str, Any], grids: Sequence[Grid], values: int, *, grouped: bool = True
+    ) -> list[Mapping[str, Any]]:
+        """These inputs, and in half precision others of the same sizes until there are values enough."""
+        wanted = 1 if self.manager.dtype == torch.float32 else min(-(-ENOUGH_VALUES // values), MOST_BATCHES)
+        return [inputs, *(self._inputs(grids, grouped=grouped) for _ in range(wanted - 1))]
 
     def _truth(self, samples: Sequence[Mapping[str, Any]]) -> "_Truth":
         reference = torch.cat([self._reference(inputs) for inputs in samples]).double()
@@ -208,7 +210,7 @@ class Checks:
         step = steps.steps[path]
         if not isinstance(step, Replay) or step.capacity.tokens != budget:
             return False, f"expected one replay of {budget}, got {steps}"
-        samples = self._samples(inputs, grids, len(found))
+        samples = self._samples(inputs, grids, found.numel())
         truth = self._truth(samples)
         replayed = torch.cat([found, *(self._replay(other)[0] for other in samples[1:])])
         eager = torch.cat([rows for one in samples for rows in self.eager.encode(self.adapter.batch(**one))])
@@ -222,7 +224,10 @@ class Checks:
         after = self.manager.report()
         step = steps.steps[path]
         once = sum(after.eager[path].values()) - sum(before.eager[path].values()) == 1
-        right, words = self._truth([inputs]).judge(found)
+        samples = self._samples(inputs, grids, found.numel(), grouped=grouped)
+        right, words = self._truth(samples).judge(
+            torch.cat([found, *(self._replay(other)[0] for other in samples[1:])])
+        )
         return right and once and isinstance(step, Eager) and after.replays.get(path) == before.replays.get(
             path
         ), f"{steps}; {words}"

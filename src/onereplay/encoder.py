@@ -114,22 +114,28 @@ class Preprocessor:
             MediaError: the source cannot be read.
             InputError: the model does not take it.
         """
-        self._assert_pictures()
         model_type = self.adapter.model_type
-        if media.classify(source) == "image":
+        if self._classify(source) == "image":
             image = media.load_image(source, allow_urls=allow_urls)
             return self.adapter.batch(**preprocess.preprocess_images(self.processor, model_type, [image]))
         video = video or VideoOptions()
         clip = media.load_video(source, fps=video.fps, max_frames=video.max_frames, allow_urls=allow_urls)
         return self.adapter.batch(**preprocess.preprocess_video(self.processor, model_type, clip))
 
-    def _assert_pictures(self) -> None:
-        """Recordings are not read here."""
-        if self.adapter.modalities == (Modality.AUDIO,):
-            raise InputError(
-                f"{self.adapter.model_type} takes recordings, and files of audio are not read here: load the samples "
-                f"yourself, call the model's feature extractor, and give encode_inputs its input_features"
-            )
+    def _classify(self, source: Source) -> str:
+        """Tell an image from a video; recordings are not read here."""
+        modalities, reason = self.adapter.modalities, ""
+        if modalities != (Modality.AUDIO,):
+            try:
+                return media.classify(source)
+            except InputError as error:
+                if Modality.AUDIO not in modalities:
+                    raise
+                reason = f"{error}; "
+        raise InputError(
+            f"{reason}{self.adapter.model_type} takes recordings, and files of audio are not read here: load the "
+            f"samples yourself, call the model's feature extractor, and give encode_inputs its input_features"
+        )
 
     def item(self, source: Source, video: VideoOptions | None = None) -> tuple[Item, str]:
         """The item that a source would be, and its size for print. Reads headers; decodes at most one frame.
@@ -137,8 +143,7 @@ class Preprocessor:
         Raises:
             MediaError, InputError: as `batch`.
         """
-        self._assert_pictures()
-        if media.classify(source) == "image":
+        if self._classify(source) == "image":
             width, height = media.image_size(source)
             frames, text = None, f"{width}x{height}"
         else:

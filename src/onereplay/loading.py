@@ -96,9 +96,11 @@ class AbsentModule(nn.Module):
 
 
 def _base_class(config: PreTrainedConfig) -> Any:
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+    """The class without a head; the whole one where transformers has no other (Qwen2.5-Omni in 5.17)."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING
 
-    return _mapped_class(MODEL_MAPPING, config)
+    headless = type(config) in MODEL_MAPPING or type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return _mapped_class(MODEL_MAPPING if headless else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
 
 
 def _whole_class(config: PreTrainedConfig) -> Any:
@@ -295,6 +297,8 @@ def load_vision_model(
 def load_config(source: str | os.PathLike[str], *, revision: str | None = None) -> PreTrainedConfig:
     """The configuration of a checkpoint: a local directory or a hub id.
 
+    Of a model of several models (Qwen2.5-Omni) it is that of the one with the encoders, the thinker.
+
     Raises:
         CheckpointError: no such checkpoint, or its `config.json` cannot be read.
         UnsupportedModelError: transformers does not know the model; code in the checkpoint is never run.
@@ -304,11 +308,12 @@ def load_config(source: str | os.PathLike[str], *, revision: str | None = None) 
     models.register()
     path = _fetch(source, "config.json", revision)
     try:
-        return AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
     except ValueError as err:
         raise UnsupportedModelError(f"{source}: transformers has no such model: {err}") from err
     except OSError as err:
         raise CheckpointError(f"{path} cannot be read: {err}") from err
+    return getattr(config, "thinker_config", config)
 
 
 def load_vision_weights_(

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
+from onereplay.adapters import adapter_class
 from onereplay.adapters.packed import _Kept
 from onereplay.core.buffers import Array
 from onereplay.geometry import Grid
+from onereplay.presets import get_preset, hf_config
 
 
 class Maker:
@@ -44,6 +47,30 @@ def test_a_grid_larger_than_all_room_is_served_and_leaves_the_room_to_the_next()
     kept(SMALL)
     kept(SMALL)
     assert make.asked == [LARGE, SMALL]
+
+
+def test_pieces_of_many_grids_are_those_of_each() -> None:
+    make = Maker()
+    kept = _Kept(make, 1000)
+    assert all(
+        one is kept(grid) for one, grid in zip(kept.all_of([SMALL, MIDDLE, SMALL]), [SMALL, MIDDLE, SMALL], strict=True)
+    )
+    assert make.asked == [SMALL, MIDDLE]
+
+
+def test_batches_of_one_grid_have_a_key_of_grid_and_number_and_mixes_have_none() -> None:
+    preset = get_preset("qwen2_5_vl-7b@tiny")
+    adapter = adapter_class(preset.model_type)(hf_config(preset))
+
+    def key(*grids: Grid) -> object:
+        inputs = adapter.example_inputs(grids, torch.Generator().manual_seed(0))
+        return adapter.pack("vision", adapter.batch(**inputs)).key
+
+    keys = [key(*grids) for grids in ([SMALL], [SMALL] * 2, [MIDDLE], [MIDDLE] * 2)]
+    assert None not in keys
+    assert len(set(keys)) == 4
+    assert key(SMALL, SMALL) == keys[1]
+    assert key(SMALL, MIDDLE) is None
 
 
 def test_a_piece_that_cannot_be_made_is_not_kept() -> None:

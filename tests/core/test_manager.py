@@ -463,6 +463,40 @@ def test_a_hundred_batches_move_no_static_buffer() -> None:
     assert [tensor.data_ptr() for tensor in (*path.block.tensors(), *path.outputs)] == before
 
 
+# ------------------------------------------------------------------ weights
+
+
+def test_a_replay_after_the_weights_were_moved_gives_an_error_and_is_not_counted(graphs: CountingGraphs) -> None:
+    adapter = DummyAdapter()
+    manager = captured(adapter, config(8))
+    adapter.weight.data = adapter.weight.data.clone()
+    for tokens in (3, 40):
+        with pytest.raises(ClosedError, match="weights were moved"):
+            manager.encode(batch_of(picture(random(), tokens)))
+    assert manager.report().batches == 0
+
+
+def test_what_a_graph_reads_is_held_until_the_end() -> None:
+    """The check runs beside the replay, which therefore must not find its weights freed."""
+    adapter = DummyAdapter()
+    manager = captured(adapter, config(8))
+    (held,) = manager._weights
+    before = adapter.weight.data_ptr()
+    adapter.weight.data = torch.zeros_like(adapter.weight)
+    assert held.data_ptr() == before
+    assert held.any()
+    manager.close()
+    assert manager._weights == []
+
+
+def test_a_failure_that_moved_weights_explain_is_told_as_that() -> None:
+    adapter = DummyAdapter()
+    manager = captured(adapter, config(8))
+    adapter.weight.data = adapter.weight.data.double()
+    with pytest.raises(ClosedError, match="weights were moved"):
+        manager.encode(batch_of(picture(random(), 3)))
+
+
 # ------------------------------------------------------------------ the caller's modes
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {

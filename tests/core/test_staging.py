@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import onereplay.core.staging as staging_module
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.buffers import Declaration, Layout, Offsets, Packed, Rows, Staged
 from onereplay.core.items import PathSize
 from onereplay.core.manager import EncoderCudaGraphManager
 from onereplay.core.plan import Capacity
 from onereplay.core.staging import TURNS, Block, Staging, exact_buffers
+from onereplay.errors import CapacityError
 from tests.core.dummy import DummyAdapter, DummyBatch, batch_of, picture
 
 CPU = torch.device("cpu")
@@ -290,6 +292,60 @@ def test_a_replay_copies_metadata_pixels_and_results_once() -> None:
     assert writes.written == dict.fromkeys(static, 1)
 
 
+# ------------------------------------------------------------------ metadata that comes again
+
+METADATA = DECLARATIONS[2:]
+
+
+def keyed(patches: int, key: object = None, *, forgotten: bool = False) -> Packed:
+    """A batch of metadata alone; `forgotten` brings no pieces, so what is loaded was kept."""
+    sizes, pieces = [PathSize(patches, patches, 1, longest=patches)], [metadata_of(patches)]
+    return Packed(sizes, [] if forgotten else pieces, {}, key)
+
+
+def metadata_of(patches: int) -> dict[str, Any]:
+    return {"places": np.arange(patches), "cu_seqlens": np.array([patches])}
+
+
+def bytes_of(block: Block, layout: Layout) -> list[list[int]]:
+    return [view.tolist() for view in layout.views(block.metadata).values()]
+
+
+def test_a_batch_of_a_known_key_is_loaded_as_it_was_kept_whatever_came_between() -> None:
+    layouts = [Layout(METADATA, capacity_of(n, n), padded=True) for n in (8, 16)]
+    staging, block = Staging(layouts, torch.float32, CPU), Block(layouts, torch.float32, CPU)
+    expected = {}
+    for layout in layouts:
+        for patches in (5, 7):
+            staging.load(keyed(patches, patches), layout, block)
+            expected[id(layout), patches] = bytes_of(block, layout)
+    for patches in (7, 5):
+        for layout in layouts:
+            staging.load(keyed(3), layout, block)
+            staging.load(keyed(patches, patches, forgotten=True), layout, block)
+            assert bytes_of(block, layout) == expected[id(layout), patches]
+
+
+def test_a_batch_without_a_key_is_not_kept() -> None:
+    layout = Layout(METADATA, capacity_of(8, 8), padded=True)
+    staging, block = Staging([layout], torch.float32, CPU), Block([layout], torch.float32, CPU)
+    staging.load(keyed(5), layout, block)
+    with pytest.raises(CapacityError):
+        staging.load(keyed(5, forgotten=True), layout, block)
+
+
+def test_kept_metadata_is_bounded_in_bytes_and_those_used_last_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(METADATA, capacity_of(64, 64), padded=True)
+    monkeypatch.setattr(staging_module, "KEPT_MIB", 3.5 * layout.num_bytes / 2**20)
+    staging, block = Staging([layout], torch.float32, CPU), Block([layout], torch.float32, CPU)
+    for key in (1, 2, 3, 1, 4):
+        staging.load(keyed(key, key), layout, block)
+    for key in (1, 3, 4):
+        staging.load(keyed(key, key, forgotten=True), layout, block)
+    with pytest.raises(CapacityError):
+        staging.load(keyed(2, 2, forgotten=True), layout, block)
+
+
 # ------------------------------------------------------------------ pinned blocks take turns
 
 
@@ -306,7 +362,7 @@ class Event:
     def synchronize(self) -> None:
         Event.log.append(("wait", self.number))
 
-    def record(self) -> None:
+    def record(self, stream: object = None) -> None:
         Event.log.append(("record", self.number))
 
 

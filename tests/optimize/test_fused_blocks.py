@@ -67,6 +67,14 @@ def test_fused_blocks_change_nothing_but_rounding(model_type: str) -> None:
     assert close(found, expected)
 
 
+@pytest.mark.parametrize("model_type", ["siglip", "clip", "internvl", "gemma3", "idefics3"])
+def test_one_tile_alone_is_as_right_as_many(model_type: str) -> None:
+    """Its hidden states may be a transposed view, which several tiles are not."""
+    model = model_of(model_type)
+    found, expected = encoded(model, ("fused_blocks",), [Grid(1, 1, 1)])
+    assert close(found, expected)
+
+
 @pytest.mark.parametrize("scale", [0.5, 3.0])
 def test_layer_scale_scales_a_branch_with_its_bias(scale: float) -> None:
     model = model_of("internvl")

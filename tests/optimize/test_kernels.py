@@ -57,6 +57,12 @@ def test_a_norm_leaves_the_bias_that_comes_next_in_the_stream_but_not_in_its_res
     assert close(x, hidden + after)
 
 
+def test_rows_that_do_not_lie_one_behind_the_other_are_refused() -> None:
+    """A kernel would read them wrongly without a word."""
+    with pytest.raises(ValueError, match=r"contiguous rows, got shape \(24, 7\), strides \(1, 24\)"):
+        kernels.norm(random(ROWS, WIDTH).t(), random(ROWS), None, 1e-6, rms=True)
+
+
 def test_add_scales_the_branch_and_its_bias() -> None:
     x, branch, bias, scale = random(ROWS, WIDTH), random(ROWS, WIDTH, seed=1), random(WIDTH), random(WIDTH, seed=2)
     expected = x + scale * (branch + bias)

@@ -68,6 +68,7 @@ class Adapter(ABC, Generic[BatchT]):
         weights. What is changed in them (attention, rewrites) does not reach the user's modules, whatever thread runs
         those."""
         self._weights: list[tuple[dict[str, Any], str]] = []
+        """Where each weight is found, also after another was put in its place."""
         if model is not None:
             found = {part or TOWER: getattr(model, part) if part else model for part in self.parts}
             modules = {part: value for part, value in found.items() if isinstance(value, nn.Module)}
@@ -207,6 +208,11 @@ class Adapter(ABC, Generic[BatchT]):
         """The shape of one row of an item's result: that of the first output, unless a model says otherwise."""
         return next(iter(self.paths().values())).outputs[0].shape
 
+    def of_entry(self, name: str) -> "Adapter[Any]":
+        """Whose `stock_output` and `stock_rows` an entry point has: this adapter's own, unless a model has one for each
+        of its towers (see `omni`)."""
+        return self
+
     def stock_rows(self, output: Any) -> list[Tensor]:
         """The way back from `stock_output`: what a stock entry point returned, as rows `(..., hidden_size)`."""
         return list(output.pooler_output)
@@ -218,7 +224,7 @@ class Adapter(ABC, Generic[BatchT]):
         for name, parameters in self.entry_points.items():
             if parameters[0] in inputs:
                 given = {each: inputs[each].to(self.device) for each in parameters if each in inputs}
-                found += self.stock_rows(attrgetter(name)(model)(**given))
+                found += self.of_entry(name).stock_rows(attrgetter(name)(model)(**given))
         return found
 
     @abstractmethod
@@ -240,6 +246,20 @@ def share_weights(module: nn.Module) -> nn.Module:
     return copied.eval()
 
 
+_INTEGERS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
+
+
+def plain_numbers(values: Any) -> Any:
+    """A list of Python's numbers, of an array or a sequence; numbers of NumPy and of PyTorch become Python's.
+
+    Raises:
+        TypeError: it has no entries.
+    """
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return [value.tolist() if hasattr(value, "tolist") else value for value in values]
+
+
 def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:
     """A small integer table (`image_grid_thw`, `spatial_shapes`) as Python lists: `(N, columns)`.
 
@@ -249,7 +269,9 @@ def host_rows(name: str, value: Any, columns: int) -> list[list[int]]:
         InputError: not a table of `columns` integers.
     """
     try:
-        rows = value.tolist() if hasattr(value, "tolist") else [[*row] for row in value]
+        if isinstance(value, Tensor) and value.dtype in _INTEGERS and value.ndim == 2 and value.shape[1] == columns:
+            return value.tolist()
+        rows = value.tolist() if hasattr(value, "tolist") else [plain_numbers(row) for row in value]
     except TypeError:
         rows = None
     if not isinstance(rows, list):
@@ -289,7 +311,7 @@ def host_integers(name: str, values: Any, least: int) -> list[int]:
     """
     rule = "positive integers" if least == 1 else f"integers of at least {least}"
     try:
-        listed = values.tolist() if hasattr(values, "tolist") else [*values]
+        listed = plain_numbers(values)
     except TypeError:
         listed = None
     if not isinstance(listed, list):

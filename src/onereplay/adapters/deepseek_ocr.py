@@ -15,7 +15,7 @@ graphs' pool. 5,120 tokens are the largest batch also without `max_token_budget`
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from onereplay.adapters.base import host_rows
 from onereplay.adapters.multipath import GLOBAL, LOCAL, MultiPathAdapter, local_counts
 from onereplay.adapters.sam import sam_features, use_sliding_positions
-from onereplay.attention.interface import use_varlen
+from onereplay.attention.interface import use_varlen_on_tiles
 from onereplay.core.buffers import Buffers
 from onereplay.errors import InputError
 from onereplay.geometry import Grid
@@ -92,8 +92,8 @@ class DeepEncoder(MultiPathAdapter):
     # forward
 
     def attend(self, tower: Any) -> AbstractContextManager[None]:
-        """`auto` attention keeps the encoder's own, a named one replaces it."""
-        return nullcontext() if self.attention == "auto" else use_varlen(tower.config, self.attention, tiles=True)
+        """`auto` keeps the tower's own attention unless FlashAttention 4 is there, a named one replaces it."""
+        return use_varlen_on_tiles(tower.config, self.attention, self.weight)
 
 
 class DeepseekOcr(DeepEncoder):

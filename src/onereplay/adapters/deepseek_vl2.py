@@ -169,7 +169,7 @@ class DeepseekVL2(TileAdapter):
     def forward(self, path: str, buffers: Buffers, bounds: Mapping[str, int]) -> Sequence[Tensor]:
         """Tower and projector: `(tiles * tile_tokens, hidden)`.
 
-        `auto` attention keeps the tower's own, a named one replaces it.
+        `auto` keeps the tower's own attention unless FlashAttention 4 is there, a named one replaces it.
         """
         tower = self.own.vision
         with self.own_attention(tower.config):

@@ -50,7 +50,7 @@ class GridAdapter(PackedAdapter):
         """The language model's width."""
         return int(self.config.vision_config.out_hidden_size)
 
-    @property
+    @cached_property
     def pixel_shape(self) -> tuple[int, ...]:
         """One row of `pixel_values`: the values of a patch."""
         vision = self.config.vision_config
@@ -84,10 +84,10 @@ class GridAdapter(PackedAdapter):
         """From `image_grid_thw` and `video_grid_thw`."""
         given = refuse_unknown(sizes, [table for _, _, table in _KINDS], self.model_type)
         return tuple(
-            self.item(modality, [grid])
+            item
             for modality, _, table in _KINDS
             if table in given
-            for grid in self._grids(table, given[table])
+            for item in map(self._item[modality], self._grids(table, given[table]))
         )
 
     def batch(self, **inputs: Any) -> PackedBatch:
@@ -113,17 +113,18 @@ class GridAdapter(PackedAdapter):
         if pixels not in given or table not in given:
             raise InputError(f"{pixels} and {table} come together; give both")
         grids = self._grids(table, given[table])
-        items = tuple(self.item(modality, [grid]) for grid in grids)
-        expected = (sum(grid.num_patches for grid in grids), *self.pixel_shape)
-        if tuple(given[pixels].shape) != expected:
+        items = tuple(map(self._item[modality], grids))
+        expected = (sum([t * h * w for t, h, w in grids]), *self.pixel_shape)
+        if given[pixels].shape != expected:
             raise InputError(f"{pixels} has shape {tuple(given[pixels].shape)}, {table} asks for {expected}")
         return PackedBatch(items, grids, (given[pixels],))
 
     def _grids(self, table: str, value: Any) -> tuple[Grid, ...]:
-        grids = tuple(Grid(*row) for row in host_rows(table, value, 3))
-        odd = next((grid for grid in grids if grid.h % self.merge or grid.w % self.merge), None)
-        if odd is not None:
-            raise InputError(f"{table} has {tuple(odd)}; height and width must be multiples of {self.merge} patches")
+        grids = tuple(map(Grid._make, host_rows(table, value, 3)))
+        merge = self.merge
+        odd = [grid for grid in grids if grid[1] % merge or grid[2] % merge]
+        if odd:
+            raise InputError(f"{table} has {tuple(odd[0])}; height and width must be multiples of {merge} patches")
         return grids
 
     def stock_features(self, model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:

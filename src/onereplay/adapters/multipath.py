@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from onereplay.adapters.base import Adapter, refuse_unknown, take_rows
+from onereplay.adapters.base import Adapter, plain_numbers, refuse_unknown, take_rows
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.assembly import gather_rows
 from onereplay.core.buffers import Output, Packed, Staged
@@ -298,7 +298,7 @@ def local_counts(value: Any, num_items: int | None) -> list[int]:
     if value is None:
         return [0] * (num_items or 0)
     try:
-        counts = value.tolist() if hasattr(value, "tolist") else [*value]
+        counts = plain_numbers(value)
     except TypeError:
         counts = value
     integers = isinstance(counts, list) and all(isinstance(count, int) and count >= 0 for count in counts)

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -51,13 +51,19 @@ class PackedAdapter(Adapter[PackedBatch]):
     """
 
     engine = "packed"
+    path: ClassVar[str] = PATH
     max_sequence_patches: int | None = None
     """The longest sequence that the processor makes, if it has a bound; else a sequence may fill the budget."""
 
     def __init__(self, config: Any, model: Any = None, attention: str = "auto", optimize: Sequence[str] = ()) -> None:
         super().__init__(config, model, attention, optimize)
-        self._piece: Callable[[Grid], Mapping[str, Array]] = _Kept(self.piece, PIECES_MIB * 2**20)
+        self._piece = _Kept(self.piece, PIECES_MIB * 2**20)
         self._size: Callable[[Grid], PathSize] = functools.lru_cache(SIZES_KEPT)(self.size)
+        self._item: Mapping[Modality, Callable[[Grid], Item]] = {
+            modality: functools.lru_cache(SIZES_KEPT)(functools.partial(self._single, modality))
+            for modality in Modality
+        }
+        """Items of one grid."""
 
     @property
     @abstractmethod
@@ -91,7 +97,7 @@ class PackedAdapter(Adapter[PackedBatch]):
 
     def paths(self) -> Mapping[str, PathSpec]:
         """One path."""
-        return {PATH: PathSpec(self.buffers(), (Output("features", "tokens", (self.hidden_size,)),))}
+        return {self.path: PathSpec(self.buffers(), (Output("features", "tokens", (self.hidden_size,)),))}
 
     def capacities(self, path: str, config: EncoderCudaGraphConfig) -> Sequence[Capacity]:
         """One capacity a budget."""
@@ -111,18 +117,22 @@ class PackedAdapter(Adapter[PackedBatch]):
 
     def pack(self, path: str, batch: PackedBatch) -> Packed:
         """Metadata of each grid, and the pixels as they came."""
+        grids = batch.grids
         return Packed(
-            sizes=[self._size(grid) for grid in batch.grids],
-            pieces=[self._piece(grid) for grid in batch.grids],
+            sizes=list(map(self._size, grids)),
+            pieces=self._piece.all_of(grids),
             staged={"pixels": batch.pixels},
+            key=(grids[0], len(grids)) if len(set(grids)) == 1 else None,  # other mixes hardly come again
         )
 
     def assemble(self, rows: Mapping[str, Sequence[Tensor]], batch: PackedBatch) -> list[Tensor]:
         """Each item's rows."""
-        return split_rows(rows[PATH][0], [item.num_tokens for item in batch.items])
+        return split_rows(rows[self.path][0], [item.sizes[self.path].tokens for item in batch.items])
 
     def join(self, batches: Sequence[PackedBatch]) -> PackedBatch:
         """Items, grids and pixels one behind the other."""
+        if len(batches) == 1:
+            return batches[0]
         return PackedBatch(
             items=tuple(item for batch in batches for item in batch.items),
             grids=tuple(grid for batch in batches for grid in batch.grids),
@@ -132,7 +142,7 @@ class PackedAdapter(Adapter[PackedBatch]):
     def select(self, batch: PackedBatch, chosen: Sequence[int]) -> PackedBatch:
         """Items with their grids and rows of pixels."""
         grids_of = self._grids_of(batch)
-        rows = [item.sizes[PATH].patches for item in batch.items]
+        rows = [item.sizes[self.path].patches for item in batch.items]
         return PackedBatch(
             items=tuple(batch.items[place] for place in chosen),
             grids=tuple(grid for place in chosen for grid in grids_of[place]),
@@ -145,7 +155,7 @@ class PackedAdapter(Adapter[PackedBatch]):
         found = []
         for item in batch.items:
             grids: list[Grid] = []
-            while sum(self._size(grid).patches for grid in grids) < item.sizes[PATH].patches:
+            while sum(self._size(grid).patches for grid in grids) < item.sizes[self.path].patches:
                 grids.append(next(left))
             found.append(grids)
         return found
@@ -195,7 +205,10 @@ class PackedAdapter(Adapter[PackedBatch]):
                 f"an item of grid {tuple(empty) if empty else ()} has no token; height and width must be at least "
                 f"{self.merge} patches and a video needs a frame"
             )
-        return Item(modality, {PATH: add_sizes(sizes)})
+        return Item(modality, {self.path: add_sizes(sizes)})
+
+    def _single(self, modality: Modality, grid: Grid) -> Item:
+        return self.item(modality, [grid])
 
 
 class _Kept:
@@ -209,14 +222,22 @@ class _Kept:
     def __call__(self, grid: Grid) -> Mapping[str, Array]:
         """The piece of a grid, made if it is not kept."""
         with self._lock:
-            if (kept := self._pieces.get(grid)) is not None:
-                self._pieces.move_to_end(grid)
-                return kept
-            piece = self._pieces[grid] = self._make(grid)
-            self._left -= _bytes(piece)
-            while self._left < 0 and len(self._pieces) > 1:
-                self._left += _bytes(self._pieces.popitem(last=False)[1])
-            return piece
+            return self._one(grid)
+
+    def all_of(self, grids: Sequence[Grid]) -> list[Mapping[str, Array]]:
+        """The pieces of many grids."""
+        with self._lock:
+            return list(map(self._one, grids))
+
+    def _one(self, grid: Grid) -> Mapping[str, Array]:
+        if (kept := self._pieces.get(grid)) is not None:
+            self._pieces.move_to_end(grid)
+            return kept
+        piece = self._pieces[grid] = self._make(grid)
+        self._left -= _bytes(piece)
+        while self._left < 0 and len(self._pieces) > 1:
+            self._left += _bytes(self._pieces.popitem(last=False)[1])
+        return piece
 
 
 def _bytes(piece: Mapping[str, Array]) -> int:

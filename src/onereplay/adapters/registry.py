@@ -37,6 +37,7 @@ ADAPTERS: dict[str, str] = {
     "minimax_m3_vl": "onereplay.adapters.minimax_m3_vl:MiniMaxM3VL",
     "mistral3": "onereplay.adapters.mistral3:Mistral3",
     "paddleocr_vl": "onereplay.adapters.paddleocr_vl:PaddleOCRVL",
+    "qwen2_5_omni_thinker": "onereplay.adapters.qwen2_5_omni:Qwen25Omni",
     "qwen2_5_vl": "onereplay.adapters.qwen2_5_vl:Qwen25VL",
     "qwen2_audio": "onereplay.adapters.qwen2_audio:Qwen2Audio",
     "qwen2_vl": "onereplay.adapters.qwen2_vl:Qwen2VL",
@@ -83,6 +84,7 @@ def adapter_for(model: Any, config: EncoderCudaGraphConfig | None = None) -> Ada
         UnsupportedModelError: the model type has no adapter, or the model has no vision modules.
         ConfigError: a rewrite that the back end cannot hold.
     """
+    model = getattr(model, "thinker", model)  # the rest of Qwen2.5-Omni speaks
     found = adapter_class(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
     for candidate in (model, getattr(model, "model", None), getattr(model, "base_model", None)):
         if candidate is not None and found.fits(candidate):

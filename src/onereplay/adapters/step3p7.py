@@ -11,7 +11,7 @@ Capacity rule: see `MultiPathAdapter`. A global view is 2,704 rows in the tower,
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from onereplay.adapters.multipath import GLOBAL, LOCAL, MultiPathAdapter, local_then_global
-from onereplay.attention.interface import use_varlen
+from onereplay.attention.interface import use_varlen_on_tiles
 from onereplay.core.buffers import Buffers
 from onereplay.errors import InputError
 from onereplay.geometry import Grid
@@ -75,8 +75,8 @@ class StepAdapter(MultiPathAdapter):
     # forward
 
     def attend(self, tower: Any) -> AbstractContextManager[None]:
-        """`auto` attention keeps the tower's own, a named one replaces it."""
-        return nullcontext() if self.attention == "auto" else use_varlen(tower.config, self.attention, tiles=True)
+        """`auto` keeps the tower's own attention unless FlashAttention 4 is there, a named one replaces it."""
+        return use_varlen_on_tiles(tower.config, self.attention, self.weight)
 
 
 class Step3p7(StepAdapter):

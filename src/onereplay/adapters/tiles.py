@@ -6,7 +6,7 @@ them. Capacity is counted in tiles (sequences), never in items: an item has one 
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from onereplay.adapters.base import Adapter, refuse_unknown, take_rows, tile_counts
-from onereplay.attention.interface import use_varlen
+from onereplay.attention.interface import use_varlen_on_tiles
 from onereplay.config import EncoderCudaGraphConfig
 from onereplay.core.assembly import split_rows
 from onereplay.core.buffers import Declaration, Output, Packed, Staged
@@ -164,8 +164,8 @@ class TileAdapter(Adapter[TileBatch]):
             )
 
     def own_attention(self, config: Any) -> AbstractContextManager[None]:
-        """For the tower of this vision config: `auto` keeps the tower's own attention, a named one replaces it."""
-        return nullcontext() if self.attention == "auto" else use_varlen(config, self.attention, tiles=True)
+        """For the tower of this vision config: see `use_varlen_on_tiles`."""
+        return use_varlen_on_tiles(config, self.attention, self.weight)
 
     def unit(self, path: str) -> int:
         """A tile's tokens."""
@@ -212,7 +212,7 @@ class TileAdapter(Adapter[TileBatch]):
 
     def assemble(self, rows: Mapping[str, Sequence[Tensor]], batch: TileBatch) -> list[Tensor]:
         """Each item's rows: tokens of its tiles, one tile behind the other."""
-        return split_rows(rows[self.path][0], [item.num_tokens for item in batch.items])
+        return split_rows(rows[self.path][0], [item.sizes[self.path].tokens for item in batch.items])
 
     def select(self, batch: TileBatch, chosen: Sequence[int]) -> TileBatch:
         """Items with their tiles."""

@@ -38,21 +38,23 @@ HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
 """Head sizes that vision encoders use and that every back end is tested on."""
 
 
-def resolve_backend(name: str, device: torch.device, max_seqlen: int) -> str:
+def resolve_backend(name: str, device: torch.device, max_seqlen: int, head_size: int | None = None) -> str:
     """The back end that `name` means on this device for sequences of up to `max_seqlen` patches.
+
+    `auto` leaves sizes of heads that are not in `HEAD_SIZES` to fa2.
 
     Raises:
         ConfigError: the named back end cannot run on this device.
         MissingDependencyError: fa4 was asked for by name and is not installed.
     """
     if device.type == "cuda":
-        return _resolve_cuda(name, device, max_seqlen)
+        return _resolve_cuda(name, device, max_seqlen, head_size)
     if name not in ("auto", "reference"):
         raise ConfigError(f"attention={name!r} needs a CUDA device, the encoder is on {device}; use auto or reference")
     return "reference"
 
 
-def _resolve_cuda(name: str, device: torch.device, max_seqlen: int) -> str:
+def _resolve_cuda(name: str, device: torch.device, max_seqlen: int, head_size: int | None) -> str:
     if name == "reference":
         raise ConfigError("attention='reference' reads lengths on the host, so no CUDA graph can hold it; use auto")
     if name == "fa4" and not fa4_installed():
@@ -69,7 +71,7 @@ def _resolve_cuda(name: str, device: torch.device, max_seqlen: int) -> str:
         return _log_choice("short" if triton_installed() else "fa2", f"of up to {SHORT_MAX_SEQLEN}")
     if max_seqlen < FA4_MIN_SEQLEN:
         return _log_choice("fa2", f"of up to {FA4_MIN_SEQLEN - 1}")
-    use_fa4 = fa4_installed() and _fa4_runs_on(device)
+    use_fa4 = fa4_available(device) and head_size in (None, *HEAD_SIZES)
     return _log_choice("fa4" if use_fa4 else "fa2", f"longer than {FA4_MIN_SEQLEN - 1}")
 
 
@@ -99,6 +101,11 @@ def fa4_installed() -> bool:
         logger.warning("flash-attn-4 is installed but cannot be imported (%s); attention='auto' uses fa2", error)
         return False
     return True
+
+
+def fa4_available(device: torch.device) -> bool:
+    """True if fa4 is installed and runs on this device."""
+    return device.type == "cuda" and fa4_installed() and _fa4_runs_on(device)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def varlen_attention(
 def _run(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, backend: str
 ) -> Tensor:
-    found = BACKENDS[resolve_backend(backend, query.device, max_seqlen)]
+    found = BACKENDS[resolve_backend(backend, query.device, max_seqlen, query.shape[-1])]
     return found(query, key, value, cu_seqlens, max_seqlen, scale)
 
 

@@ -176,9 +176,14 @@ def _tiles_of(down: float, across: float) -> tuple[int, int]:
     return max(1, round(down * shrink)), max(1, min(round(across * shrink), MAX_TILES // max(1, round(down * shrink))))
 
 
-def processor_outputs(adapter: Adapter[Any], shape: Shape, dtype: torch.dtype) -> Inputs:
-    """What the model's processor would return: on the CPU, pixels in float32 from a fixed seed, rounded to `dtype`."""
-    inputs: Inputs = dict(adapter.example_inputs(shape.grids, torch.Generator().manual_seed(0)))
+def processor_outputs(
+    adapter: Adapter[Any], shape: Shape, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Inputs:
+    """What the model's processor would return: on the CPU, pixels in float32 from a fixed seed, rounded to `dtype`.
+
+    Another `device` draws the pixels there, and draws others.
+    """
+    inputs: Inputs = dict(adapter.example_inputs(shape.grids, torch.Generator(device).manual_seed(0)))
     inputs = {name: value.to(dtype).float() if _holds_pixels(value) else value for name, value in inputs.items()}
     if _takes_counts(adapter):
         names: tuple[str, ...] = adapter.size_names  # type: ignore[attr-defined]

@@ -69,8 +69,7 @@ def measure_roofline(device: torch.device, dtype: torch.dtype) -> Roofline:
 
 def weight_bytes(adapter: Adapter[Any]) -> int:
     """Bytes of the vision modules' parameters."""
-    modules = [getattr(adapter.model, part) for part in adapter.parts]
-    return sum(parameter.nbytes for module in modules for parameter in module.parameters())
+    return sum(weight.nbytes for weight in adapter.weights)
 
 
 def encoder_flops(adapter: Adapter[Any], inputs: Mapping[str, Any]) -> int:

@@ -18,6 +18,7 @@ from onereplay.cli.check import check
 from onereplay.cli.encode import encode
 from onereplay.cli.models import models
 from onereplay.cli.plan import plan
+from onereplay.cli.simulate import simulate
 from onereplay.errors import OnereplayError
 
 EXIT_REFUSED = 2
@@ -49,7 +50,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (encode, plan, budgets, models, check, bench):
+for command in (encode, plan, budgets, models, check, bench, simulate):
     app.command()(command)
 
 

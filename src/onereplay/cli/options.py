@@ -181,3 +181,31 @@ def _rate(text: str) -> float | None:
     if not 0 < rate < math.inf:
         raise ConfigError(f"fps is {text}; give a positive number of frames per second, or None for every frame")
     return rate
+
+
+def among(option: str, text: str, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Names with commas, each once.
+
+    Raises:
+        ConfigError: one is not allowed, or there is none.
+    """
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in allowed]
+    if unknown or not names:
+        raise ConfigError(f"{option}={text!r} has {', '.join(unknown) or 'no name'}; use {', '.join(allowed)}")
+    return names
+
+
+def positive_integers(option: str, text: str) -> tuple[int, ...]:
+    """Integers with commas.
+
+    Raises:
+        ConfigError: one is none, or is not positive.
+    """
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ConfigError(f"{option}={text!r}; give positive integers with commas, such as 64,1024,5120")
+    return found

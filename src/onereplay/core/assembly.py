@@ -32,4 +32,4 @@ def split_rows(rows: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
     `rows` is fresh memory of this batch, so the views are the caller's; they share one allocation.
     """
-    return list(rows.split(list(counts)))
+    return [rows] if len(counts) == 1 else list(rows.split_with_sizes(list(counts)))

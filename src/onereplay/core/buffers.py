@@ -10,7 +10,7 @@ forward. A name that is missing or unknown is an error in every place, never sta
 
 import enum
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -110,6 +110,9 @@ class Packed:
     sizes: Sequence[PathSize]
     pieces: Sequence[Mapping[str, Array]]
     staged: Mapping[str, Sequence[Tensor]]
+    key: Hashable = None
+    """All that sizes and pieces depend on, where a batch like this is likely to come again: its metadata is then kept
+    as it lies in a block. None keeps nothing."""
 
     def check_staged(self, declarations: Sequence[Declaration]) -> None:
         """Assert that the staged tensors bring exactly the rows that the sizes announce.
@@ -119,11 +122,12 @@ class Packed:
         """
         for part in declarations:
             if isinstance(part, Staged):
-                shapes = {tuple(source.shape[1:]) for source in self.staged[part.name]}
-                if shapes - {part.shape}:
-                    raise CapacityError(f"{part.name!r} brings rows of {sorted(shapes)}, {part.shape} is declared")
-                rows = sum(len(source) for source in self.staged[part.name])
-                announced = sum(getattr(size, part.unit) for size in self.sizes)
+                shapes = [source.shape for source in self.staged[part.name]]
+                if any(shape[1:] != part.shape for shape in shapes):
+                    found = sorted({tuple(shape[1:]) for shape in shapes})
+                    raise CapacityError(f"{part.name!r} brings rows of {found}, {part.shape} is declared")
+                rows = sum([shape[0] for shape in shapes])
+                announced = sum([getattr(size, part.unit) for size in self.sizes])
                 if rows != announced:
                     raise CapacityError(f"{part.name!r} brings {rows} rows, the items announce {announced} {part.unit}")
 
@@ -289,7 +293,7 @@ class Layout:
         self._check(offsets.name, covered, self.capacity.patches)
         if covered != sum(size.patches for size in packed.sizes):
             raise CapacityError(f"{offsets.name!r} covers {covered} patches, the items announce another number")
-        self._check(f"{offsets.name} (the longest sequence)", int(lengths.max(initial=0)), self.bounds()[offsets.name])
+        self._check(f"{offsets.name} (the longest sequence)", int(lengths.max(initial=0)), self._bounds[offsets.name])
         if self.padded:
             lengths = np.concatenate([lengths, _dummies(self.capacity.patches - covered, offsets.longest_dummy)])
         self._check(offsets.name, len(lengths), len(view) - 1)

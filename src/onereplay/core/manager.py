@@ -20,7 +20,7 @@ from onereplay.core.plan import Capacity, Eager, Plan, Reason, Replay, plan
 from onereplay.core.protocol import BatchT, PathSpec, SupportsEncoderCudaGraph
 from onereplay.core.staging import Block, Staging, exact_buffers
 from onereplay.core.stats import CaptureReport, Report, Stats
-from onereplay.errors import CaptureError, ClosedError
+from onereplay.errors import CapacityError, CaptureError, ClosedError
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +111,17 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         self._dropped: dict[str, list[int]] = {path: [] for path in self._specs}
         self._stats = Stats(tuple(self._specs))
         self._lock = threading.RLock()
-        self._order = _StreamOrder(self.device)
+        self._device_index: int | None = None
+        self._done: torch.cuda.Event | None = None
+        """The last batch is through; None where there is no device to wait for."""
+        if self.device.type == "cuda":
+            self._device_index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            self._done = torch.cuda.Event()
+        self._has_autocast = torch.amp.is_autocast_available(self.device.type)
         self._closed = False
         self._seconds = 0.0
+        self._weights: list[Tensor] = []
+        """What the graphs read. Held, so that a replay after the model moved its weights reads no freed memory."""
         self._weight_addresses: list[int] = []
 
     @property
@@ -158,7 +166,8 @@ class EncoderCudaGraphManager(Generic[BatchT]):
                 for path, capacity in _progress(steps, "capturing"):
                     self._try_capture(path, capacity)
         self._seconds = time.perf_counter() - start
-        self._weight_addresses = [weight.data_ptr() for weight in self.adapter.weights]
+        self._weights = [weight.detach() for weight in self.adapter.weights]
+        self._weight_addresses = [weight.data_ptr() for weight in self._weights]
         self._note_capture()
         logger.info("%s", self._stats.capture)
 
@@ -176,7 +185,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
 
     def _assert_weights_in_place(self) -> None:
         """A graph reads its weights where they were at capture."""
-        if self._weight_addresses and self._weight_addresses != [w.data_ptr() for w in self.adapter.weights]:
+        if self._weights and self._weight_addresses != list(map(Tensor.data_ptr, self.adapter.weights)):
             raise ClosedError(
                 "the model's weights were moved after capture (.to(), .half(), new parameters, or another encoder of "
                 "the model with other rewrites); close this encoder, or restore() what accelerate gave, and make a new "
@@ -228,11 +237,13 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         """
         if not batch.items:
             return []
-        with self._lock, self._device_work():
+        with self._lock, self._device_work() as stream:
             self._assert_open()
-            self._assert_weights_in_place()
             steps = self._ready_plan(batch)
-            rows = {path: self._run(path, steps, batch) for path in steps.steps}
+            try:
+                rows = {path: self._run(path, steps, batch, stream) for path in steps.steps}
+            finally:  # while the device works: hundreds of addresses take as long as all before the launch
+                self._assert_weights_in_place()
             self._stats.count(steps, len(batch.items))
             return self.adapter.assemble(rows, batch)
 
@@ -247,26 +258,29 @@ class EncoderCudaGraphManager(Generic[BatchT]):
             ]
             if not pending:
                 return steps
+            self._assert_weights_in_place()
             start = time.perf_counter()
             for path, capacity in pending:
                 self._try_capture(path, capacity)
             self._seconds += time.perf_counter() - start
             self._note_capture()
 
-    def _run(self, path: str, steps: Plan, batch: BatchT) -> Sequence[Tensor]:
+    def _run(self, path: str, steps: Plan, batch: BatchT, stream: torch.cuda.Stream | None) -> Sequence[Tensor]:
         """The path's real rows, one fresh tensor for each declared output."""
         packed = self.adapter.pack(path, batch)
         demand = steps.demands[path]
         match steps.steps[path]:
             case Replay(capacity):
-                return self._replay(self._paths[path], capacity, packed, demand)
+                return self._replay(self._paths[path], capacity, packed, demand, stream)
             case Eager():
                 return self._eager(path, packed, demand)
 
-    def _replay(self, path: _Path, capacity: Capacity, packed: Packed, demand: Capacity) -> Sequence[Tensor]:
+    def _replay(
+        self, path: _Path, capacity: Capacity, packed: Packed, demand: Capacity, stream: torch.cuda.Stream | None
+    ) -> Sequence[Tensor]:
         captured = path.graphs[capacity]
         path.assert_addresses()
-        path.staging.load(packed, captured.layout, path.block)
+        path.staging.load(packed, captured.layout, path.block, stream)
         captured.graph.replay()
         return [
             tensor[: getattr(demand, output.unit)].clone()
@@ -275,16 +289,68 @@ class EncoderCudaGraphManager(Generic[BatchT]):
 
     def _eager(self, path: str, packed: Packed, demand: Capacity) -> Sequence[Tensor]:
         """The same `forward`, on buffers of exactly the batch's size."""
+        if path in self._paths:
+            for name, sources in packed.staged.items():
+                self._paths[path].block.holds(name, sources)
         layout = Layout(packed.as_they_come(self._specs[path].buffers), demand, padded=False)
         buffers = exact_buffers(packed, layout, self.dtype, self.device)
         return self.adapter.forward(path, buffers, layout.bounds())
 
+    @contextmanager
+    def staging_area(self, rows: int, path: str | None = None, name: str = "pixels") -> Iterator[Tensor]:
+        """The static buffer itself, for pixels that `encode` then need not copy.
+
+        Write and encode within the block, in the stream that is current at its start; whoever uses another orders the
+        two, as with any tensor. Other threads wait until the block ends. What the batch brings as its pixels is this
+        tensor, or parts of it from its start, in order and without gaps. A batch that brings other pixels takes the
+        place of what was written; what comes after that, or after the block, is refused and never read stale.
+
+        Args:
+            rows: patches of a packed model, or tiles.
+            path: of the model; the first by default.
+            name: of the buffer, where a path has several.
+
+        Returns:
+            `(rows, *shape)` in the model's dtype on its device; for this block, then not the caller's any more.
+
+        Raises:
+            CapacityError: no captured graph has so many rows.
+            ClosedError: the manager was closed.
+
+        Example::
+
+            with manager.staging_area(num_patches) as pixels:
+                normalize(frames, out=pixels)
+                features = manager.encode(adapter.batch(pixel_values=pixels, image_grid_thw=grids))
+        """
+        path = next(iter(self._specs)) if path is None else path
+        with self._lock, self._in_turn() as stream:
+            self._assert_open()
+            block = self._paths[path].block if path in self._paths else None
+            room = len(block.staged[name]) if block is not None and name in block.staged else 0
+            if block is None or not 0 < rows <= room:
+                raise CapacityError(
+                    f"rows={rows}: the captured graphs of path {path!r} have a buffer {name!r} of {room} rows; give "
+                    f"encode a tensor of your own"
+                )
+            block.lent.add(name)
+            try:
+                yield block.staged[name][:rows].detach()
+            finally:
+                block.lent.discard(name)
+                if self._done is not None:
+                    self._done.wait(stream)  # a batch within the block may have run in another stream
+
     # ------------------------------------------------------------------ life
 
-    def count_outside(self, reason: Reason, detail: str) -> None:
-        """Count a batch that the caller ran without this manager, and why; its tokens are not known here."""
+    def count_outside(self, reason: Reason, detail: str, paths: Iterable[str] | None = None) -> None:
+        """Count a batch that the caller ran without this manager, and why; its tokens are not known here.
+
+        Args:
+            paths: that the batch would have used; all by default.
+        """
         with self._lock:
-            for path in self._specs:
+            for path in self._specs if paths is None else paths:
                 self._stats.count_eager(path, Eager(reason, detail), tokens=0)
 
     def poison(self) -> None:
@@ -308,16 +374,35 @@ class EncoderCudaGraphManager(Generic[BatchT]):
             if self._closed:
                 return
             self._closed = True
-            self._order.synchronize()
-            self._paths = {}
+            if self._done is not None:
+                self._done.synchronize()
+            self._paths, self._weights = {}, []
             self._capacities = dict.fromkeys(self._specs, ())
             self._backend.close()
 
     @contextmanager
-    def _device_work(self) -> Iterator[None]:
-        """Run on the encoder's device, behind the batch before, without gradients and without the caller's autocast."""
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False), _on(self.device), self._order:
-            yield
+    def _device_work(self) -> Iterator[torch.cuda.Stream | None]:
+        """Run on the encoder's device, in its turn, without gradients and without the caller's autocast."""
+        with torch.no_grad(), self._without_autocast(), _on(self._device_index), self._in_turn() as stream:
+            yield stream
+
+    def _without_autocast(self) -> AbstractContextManager[object]:
+        if self._has_autocast and torch.is_autocast_enabled(self.device.type):
+            return torch.autocast(self.device.type, enabled=False)
+        return nullcontext()
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[torch.cuda.Stream | None]:
+        """Batches share static buffers, so on the device each waits for the one before, whatever their streams are."""
+        if self._done is None:
+            yield None
+            return
+        stream = torch.cuda.current_stream(self._device_index)
+        self._done.wait(stream)
+        try:
+            yield stream
+        finally:
+            self._done.record(stream)
 
     def _assert_open(self) -> None:
         if self._closed:
@@ -344,26 +429,5 @@ def _progress(steps: Sequence[T], title: str) -> Iterable[T]:
     return track(steps, title, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-class _StreamOrder:
-    """Batches share static buffers, so on the device each waits for the one before, whatever their streams are."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._done = torch.cuda.Event() if device.type == "cuda" else None
-
-    def __enter__(self) -> None:
-        if self._done is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._done)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._done is not None:
-            self._done.record(torch.cuda.current_stream(self._device))
-
-    def synchronize(self) -> None:
-        """Wait on the host until the last batch is through."""
-        if self._done is not None:
-            self._done.synchronize()
+def _on(index: int | None) -> AbstractContextManager[object]:
+    return nullcontext() if index is None else torch.cuda.device(index)

@@ -146,12 +146,12 @@ def demand_of(items: Sequence[Item], path: str) -> Capacity:
     """What the batch asks of one path: sums over its items, the maximum for `longest`."""
     sizes = [item.sizes[path] for item in items if path in item.sizes]
     return Capacity(
-        tokens=sum(size.tokens for size in sizes),
-        patches=sum(size.patches for size in sizes),
-        sequences=sum(size.sequences for size in sizes),
+        tokens=sum([size.tokens for size in sizes]),
+        patches=sum([size.patches for size in sizes]),
+        sequences=sum([size.sequences for size in sizes]),
         items=len(sizes),
-        windows=sum(size.windows for size in sizes),
-        longest=max((size.longest for size in sizes), default=0),
+        windows=sum([size.windows for size in sizes]),
+        longest=max([size.longest for size in sizes], default=0),
     )
 
 

@@ -44,7 +44,8 @@ class SupportsEncoderCudaGraph(Protocol[_BatchT]):
 
     @property
     def weights(self) -> Sequence[Tensor]:
-        """All weights, as the user's model has them now; nothing runs once one lies elsewhere than at capture."""
+        """All weights, as the user's model has them now; no batch gives a result once one lies elsewhere than at
+        capture. Read beside every replay."""
         ...
 
     @property

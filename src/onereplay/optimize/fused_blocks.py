@@ -10,7 +10,7 @@ that is some twenty kernels, and most of their time is memory that is read and w
 * the activation takes the bias of its product along; GELU by tanh is part of the product.
 
 Weights stay where the user's module has them, or become views of joined tensors (`storage`). A block changes its input
-in place: towers hand each block a tensor that nobody else reads.
+in place (or a copy, where that is not contiguous): towers hand each block a tensor that nobody else reads.
 
 Recognised are blocks by the name of their class, whose forward was read in transformers 5.17 and 5.24; others are left
 to `compiled_blocks`.
@@ -91,7 +91,7 @@ class _Fused:
         """As the stock block's: `(..., rows, width)`. Changes its input in place."""
         parts, arguments = self._parts, {self._parts.second: second} | others
         first_norm, second_norm = map(_norm_of, parts.norms)
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        x = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
         normed = kernels.norm(x, *first_norm[:3], rms=first_norm[3])
         attended = self._attended(linear(normed, self._qkv, self._qkv_bias), hidden_states.shape, arguments)
         if parts.scales is None:
@@ -115,7 +115,7 @@ class _Fused:
         offsets, bound = offsets_of(arguments.get("cu_seqlens"), arguments.get("max_seqlen"), mask)
         backend = backend_of(self._parts.attention)
         if angles is not None:
-            if offsets is not None and resolve_backend(backend, qkv.device, bound) == "short":
+            if offsets is not None and resolve_backend(backend, qkv.device, bound, query.shape[-1]) == "short":
                 from onereplay.attention.short import short_attention
 
                 return short_attention(query, key, value, offsets, self._scale, angles).flatten(1)

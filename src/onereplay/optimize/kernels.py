@@ -41,6 +41,7 @@ def norm(
     Returns:
         `(rows, width)` in `x`'s dtype.
     """
+    _assert_contiguous(x, branch)
     if x.is_cuda:
         from onereplay.optimize import triton_kernels
 
@@ -61,6 +62,7 @@ def norm(
 
 def add(x: Tensor, branch: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
     """`x += scale * (branch + bias)`; shapes as in `norm`."""
+    _assert_contiguous(x)
     if x.is_cuda:
         from onereplay.optimize import triton_kernels
 
@@ -109,6 +111,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     rotated = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
     x[..., : 2 * half] = rotated
     return None
+
+
+def _assert_contiguous(*tensors: Tensor | None) -> None:
+    """The kernels take rows that lie one behind the other; other strides would be read wrongly without a word."""
+    for tensor in tensors:
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(
+                f"a kernel takes contiguous rows, got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
 
 
 def _scaled(branch: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:

@@ -68,6 +68,7 @@ FAMILIES: dict[str, str] = {
     "minimax_m3_vl": "family:Plain",
     "mistral3": "pixtral:Mistral3",
     "paddleocr_vl": "family:Plain",
+    "qwen2_5_omni_thinker": "qwen2_5_vl:Qwen25VL",
     "qwen2_5_vl": "qwen2_5_vl:Qwen25VL",
     "qwen2_vl": "qwen2_5_vl:Qwen25VL",
     "qwen3_5": "qwen3_vl:Qwen3VL",

@@ -59,6 +59,7 @@ FAMILIES = (
     "dino",
     "whisper",
     "qwen2_audio",
+    "qwen2_5_omni",
 )
 """Files of this package, in the order of `onereplay models`. Each has `PRESETS`: names and how each is built."""
 
