@@ -214,12 +214,14 @@ class MiniCPMV46(PackedAdapter):
         return BaseModelOutputWithPooling(pooler_output=list(features))
 
     def stock_features(self, model: Any, inputs: Mapping[str, Any]) -> list[Tensor]:
-        """With sizes on the CPU: see `geometry.nearest_positions`."""
+        """Slice by slice, as 5.17 needs it where sizes differ; sizes on the CPU: see `geometry.nearest_positions`."""
         found: list[Tensor] = []
         for entry, (pixels, table) in self.entry_points.items():
             if pixels in inputs:
-                output = getattr(model, entry)(inputs[pixels].to(self.device), inputs[table].cpu())
-                found += self.stock_rows(output)
+                widths = [self.patch_shape[-1] * int(height * width) for height, width in inputs[table].tolist()]
+                slices = inputs[pixels].to(self.device).split(widths, dim=-1)
+                for part, size in zip(slices, inputs[table].cpu().split(1), strict=True):
+                    found += self.stock_rows(getattr(model, entry)(part, size))
         return found
 
 

@@ -4,8 +4,9 @@ A pre-norm block reads its residual stream, normalises it, multiplies, attends, 
 that is some twenty kernels, and most of their time is memory that is read and written again. Here
 
 * query, key and value are one product, and so are gate and up while rows are few;
-* the product that ends a branch adds to the residual stream itself (`addmm_`), in float32 and rounded once;
-* a norm adds the bias of the product before it and, ahead, that of the product after it;
+* the product that ends the MLP adds to the residual stream itself (`addmm_`), in float32 and rounded once;
+* the norm between adds the attention's branch and bias and, ahead, the bias of the MLP. The stream is rounded twice a
+  block, as in the stock one: a third rounding made the error of a tower 1.1 times as large;
 * rotary embedding happens inside attention where sequences are short, else in place;
 * the activation takes the bias of its product along; GELU by tanh is part of the product.
 
@@ -94,16 +95,26 @@ class _Fused:
         x = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
         normed = kernels.norm(x, *first_norm[:3], rms=first_norm[3])
         attended = self._attended(linear(normed, self._qkv, self._qkv_bias), hidden_states.shape, arguments)
-        if parts.scales is None:
+        scales = parts.scales or (None, None)
+        biases: tuple[Tensor | None, Tensor | None] = parts.out.bias, parts.down.bias
+        if parts.scales is None and biases == (None, None):
             x.addmm_(attended, parts.out.weight.t())
-            normed = kernels.norm(x, *second_norm[:3], rms=second_norm[3], before=parts.out.bias, after=parts.down.bias)
-            x.addmm_(self._inner(normed), self._down.t())
+            normed = kernels.norm(x, *second_norm[:3], rms=second_norm[3])
         else:
-            branch = linear(attended, parts.out.weight)
             normed = kernels.norm(
-                x, *second_norm[:3], rms=second_norm[3], branch=branch, scale=parts.scales[0], before=parts.out.bias
+                x,
+                *second_norm[:3],
+                rms=second_norm[3],
+                branch=linear(attended, parts.out.weight),
+                scale=scales[0],
+                before=biases[0],
+                after=biases[1] if parts.scales is None else None,
             )
-            kernels.add(x, linear(self._inner(normed), self._down), parts.down.bias, parts.scales[1])
+        inner = self._inner(normed)
+        if parts.scales is None:
+            x.addmm_(inner, self._down.t())
+        else:
+            kernels.add(x, linear(inner, self._down), biases[1], scales[1])
         return x.view(hidden_states.shape)
 
     def _attended(self, qkv: Tensor, shape: torch.Size, arguments: Mapping[str, Any]) -> Tensor:
