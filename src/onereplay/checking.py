@@ -33,10 +33,10 @@ from onereplay.geometry import Grid
 
 FP32_TOLERANCE = 1e-5
 HALF_RATIO = 1.1
-ENOUGH_VALUES = 16_384
+ENOUGH_VALUES = 8192
 """Errors in half precision are compared over at least so many values, of several random batches where one has fewer:
 the ratio of two errors of chance is near 1 only over many."""
-MOST_BATCHES = 128
+MOST_BATCHES = 32
 SMALL_BUDGETS = (64, 80, 128, 256)
 LARGE_BUDGETS = (64, 256, 1024, 5120)
 OWNERSHIP_BATCHES = 20

@@ -92,11 +92,14 @@ class _Fused:
         """As the stock block's: `(..., rows, width)`. Changes its input in place."""
         parts, arguments = self._parts, {self._parts.second: second} | others
         first_norm, second_norm = map(_norm_of, parts.norms)
-        x = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
-        normed = kernels.norm(x, *first_norm[:3], rms=first_norm[3])
-        attended = self._attended(linear(normed, self._qkv, self._qkv_bias), hidden_states.shape, arguments)
         scales = parts.scales or (None, None)
         biases: tuple[Tensor | None, Tensor | None] = parts.out.bias, parts.down.bias
+        x = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+        normed = kernels.norm(x, *first_norm[:3], rms=first_norm[3])
+        qkv = linear(normed, self._qkv, self._qkv_bias)
+        del normed  # what nobody reads any more is memory for what comes next
+        attended = self._attended(qkv, hidden_states.shape, arguments)
+        del qkv
         if parts.scales is None and biases == (None, None):
             x.addmm_(attended, parts.out.weight.t())
             normed = kernels.norm(x, *second_norm[:3], rms=second_norm[3])
@@ -110,7 +113,11 @@ class _Fused:
                 before=biases[0],
                 after=biases[1] if parts.scales is None else None,
             )
-        inner = self._inner(normed)
+        del attended
+        risen = self._risen(normed)
+        del normed
+        inner = self._activated(risen)
+        del risen
         if parts.scales is None:
             x.addmm_(inner, self._down.t())
         else:
@@ -137,20 +144,32 @@ class _Fused:
         output, _ = attention_forward(backend, self._parts.attention, query, key, value, mask, scaling=self._scale)
         return output.reshape(len(qkv), -1)
 
-    def _inner(self, normed: Tensor) -> Tensor:
-        """What the last product of the MLP takes: `(rows, inner width)`."""
-        weight, bias, width = self._gate_up, self._gate_up_bias, self._width
+    def _risen(self, normed: Tensor) -> tuple[Tensor, ...]:
+        """Up, or gate and up, before the activation: `(rows, inner width)` each."""
+        weight, width = self._gate_up, self._width
         if self._parts.gate is None:
-            if self._kind == "gelu_tanh" and bias is not None and normed.is_cuda:
-                return torch._addmm_activation(bias, normed, weight.t(), use_gelu=True)
-            inner = linear(normed, weight)
-            kernels.activate(inner, bias, self._kind)
-            return inner
+            bias = self._bias_in_product(normed)
+            if bias is not None:
+                return (torch._addmm_activation(bias, normed, weight.t(), use_gelu=True),)
+            return (linear(normed, weight),)
         if len(normed) <= MAX_MERGED_ROWS:
             gate, up = linear(normed, weight).split(width, 1)
-        else:
-            gate, up = linear(normed, weight[:width]), linear(normed, weight[width:])
-        return kernels.gated(gate, up, None if bias is None else (bias[:width], bias[width:]), self._kind)
+            return gate, up
+        return linear(normed, weight[:width]), linear(normed, weight[width:])
+
+    def _activated(self, risen: tuple[Tensor, ...]) -> Tensor:
+        """What the last product of the MLP takes: `(rows, inner width)`."""
+        bias, width = self._gate_up_bias, self._width
+        if len(risen) == 2:
+            return kernels.gated(*risen, None if bias is None else (bias[:width], bias[width:]), self._kind)
+        (inner,) = risen
+        if self._bias_in_product(inner) is None:
+            kernels.activate(inner, bias, self._kind)
+        return inner
+
+    def _bias_in_product(self, rows: Tensor) -> Tensor | None:
+        """The bias of up, where cuBLAS adds it and applies GELU by tanh on the way out of the product."""
+        return self._gate_up_bias if self._kind == "gelu_tanh" and rows.is_cuda else None
 
 
 def _stacked(parts: tuple[nn.Linear, ...], storage: Storage, rows: int | None) -> tuple[Tensor, Tensor | None]:
