@@ -22,7 +22,7 @@ from onereplay.config import REWRITES
 from onereplay.errors import ConfigError
 from onereplay.optimize.aligned_mlp import aligned_mlp
 from onereplay.optimize.compiled_blocks import compiled_blocks
-from onereplay.optimize.fused_blocks import fused_blocks
+from onereplay.optimize.fused_blocks import fused_blocks, fused_norms
 from onereplay.optimize.patch_embedding import patch_embedding
 from onereplay.optimize.storage import Storage
 
@@ -74,6 +74,9 @@ class Rewritten:
             blocks = [block for block in blocks if block not in self.forwards]
             inside = {module for block in self.forwards for module in block.modules()}
             modules = [module for module in modules if module not in inside]
+            if inside:  # norms in other blocks are left to the compiler
+                others = {module for block in blocks for module in block.modules()}
+                self._replace(fused_norms(module for module in modules if module not in others))
         if "aligned_mlp" in names:
             self._replace(aligned_mlp(modules, self._storage))
         if "compiled_blocks" in names:

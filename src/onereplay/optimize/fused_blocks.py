@@ -17,6 +17,7 @@ Recognised are blocks by the name of their class, whose forward was read in tran
 to `compiled_blocks`.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,17 @@ def fused_blocks(blocks: Iterable[nn.Module], storage: Storage) -> dict[nn.Modul
         if parts is not None and _activation_name(parts.activation) and all(map(_norm_of, parts.norms)):
             found[block] = _Fused(parts, storage).forward
     return found
+
+
+def fused_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
+    """A `forward` in one kernel for each root-mean-square norm that stands alone: transformers' own are seven."""
+    return {module: functools.partial(_normed, module) for module in modules if _is_rms(module)}
+
+
+def _normed(module: Any, hidden_states: Tensor) -> Tensor:
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1]).contiguous()
+    normed = kernels.norm(rows, module.weight, None, module.variance_epsilon, rms=True)
+    return normed.view(hidden_states.shape)
 
 
 class _Fused:
@@ -190,9 +202,14 @@ def _norm_of(module: Any) -> tuple[Tensor, Tensor | None, float, bool]:
     """Weight, bias, epsilon, and whether it is a root mean square; empty if it is another kind of norm."""
     if isinstance(module, nn.LayerNorm):
         return module.weight, module.bias, module.eps, False
-    if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+    if _is_rms(module):
         return module.weight, None, module.variance_epsilon, True
     return ()  # type: ignore[return-value]
+
+
+def _is_rms(module: Any) -> bool:
+    """A norm `weight * x / rms(x)`; those that add one to the weight name their epsilon otherwise."""
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
 _ACTIVATIONS = {
