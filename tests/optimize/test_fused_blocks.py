@@ -19,8 +19,12 @@ from tests.optimize.test_rewrites import CUDA, close, encoded, model_of
 FUSED = {
     "clip": 2,
     "clip_vision_model": 2,
+    "deepseek_ocr": 2,
+    "deepseek_v41": 2,
     "deepseek_vl": 2,
     "deepseek_vl_hybrid": 2,
+    "deepseek_vl_v2": 2,
+    "dinov2": 2,
     "ernie4_5_vl_moe": 3,
     "gemma3": 2,
     "glm46v": 2,
@@ -29,7 +33,11 @@ FUSED = {
     "idefics3": 2,
     "internvl": 2,
     "lfm2_vl": 2,
+    "llava": 3,
+    "minicpmv4_6": 4,
     "minimax_m3_vl": 2,
+    "mistral3": 3,
+    "paddleocr_vl": 2,
     "qwen2_5_vl": 4,
     "qwen2_vl": 2,
     "qwen3_5": 4,
@@ -42,7 +50,8 @@ FUSED = {
     "siglip_vision_model": 2,
     "smolvlm": 2,
 }
-"""Blocks of the tiny towers that are recognised; of all other models none is."""
+"""Blocks of the tiny towers that are recognised; of all other models none is: they norm queries and keys, or what a
+branch gives, or rotate in pairs."""
 
 
 def blocks_of(model: Any) -> list[Any]:
@@ -132,6 +141,15 @@ def test_restore_gives_the_weights_back_bit_for_bit_and_dense(model_type: str) -
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert all(value.untyped_storage().nbytes() == value.nbytes for value in after.values())
+
+
+def test_an_argument_that_a_fused_block_would_not_obey_is_refused() -> None:
+    model = model_of("lfm2_vl")
+    (block, *_), rows = blocks_of(model), torch.randn(1, 4, 64)
+    rewritten = Rewritten([model], ["fused_blocks"], [block])
+    with pytest.raises(TypeError, match="takes no head_mask; leave fused_blocks out of optimize"):
+        block(rows, None, head_mask=torch.ones(1))
+    rewritten.restore()
 
 
 def test_joined_weights_hold_no_second_copy() -> None:

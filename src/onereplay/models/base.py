@@ -61,7 +61,9 @@ class Attention(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        self.num_heads = config.num_attention_heads
         self.head_size = config.hidden_size // config.num_attention_heads
+        self.scaling = self.head_size**-0.5
         self.qkv_proj = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.out_proj = nn.Linear(config.hidden_size, config.hidden_size)
 
@@ -70,7 +72,7 @@ class Attention(nn.Module):
         shape = (*hidden.shape[:2], 3, -1, self.head_size)
         query, key, value = self.qkv_proj(hidden).view(shape).permute(2, 0, 3, 1, 4).unbind(0)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        mixed = attend(self, query, key, value, attention_mask, scaling=self.head_size**-0.5, is_causal=False)[0]
+        mixed = attend(self, query, key, value, attention_mask, scaling=self.scaling, is_causal=False)[0]
         return self.out_proj(mixed.flatten(2))  # type: ignore[no-any-return]
 
 

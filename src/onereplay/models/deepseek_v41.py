@@ -58,6 +58,8 @@ class DeepseekV41Config(ComposedConfig):
 class RMSNorm(nn.Module):
     """In float32, whatever the weights are; 1e-6 is not the language model's epsilon."""
 
+    variance_epsilon = 1e-6
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -65,7 +67,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """`(..., width)` to the same."""
         exact = hidden.float()
-        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-6)
+        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return (self.weight.float() * exact).to(hidden.dtype)
 
 
@@ -77,29 +79,33 @@ class Attention(nn.Module):
     def __init__(self, config: DeepseekV41VisionConfig) -> None:
         super().__init__()
         self.config = config
+        self.num_heads = config.num_attention_heads
         self.head_size = config.hidden_size // config.num_attention_heads
+        self.scaling = self.head_size**-0.5
         self.wqkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.wo = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, offsets: Tensor | None, longest: int) -> Tensor:
-        """`(patches, width)` to the same; `cos` and `sin` are `(patches, 1, head_size / 2)`.
+    def forward(
+        self, hidden: Tensor, cu_seqlens: Tensor | None, position_embeddings: tuple[Tensor, Tensor], max_seqlen: int
+    ) -> Tensor:
+        """`(patches, width)` to the same; of `position_embeddings` see `VisionTower.angles`.
 
-        Without `offsets` all patches are of one image; see `VisionTower.forward`.
+        Without `cu_seqlens` all patches are of one image; see `VisionTower.forward`.
         """
         query, key, value = self.wqkv(hidden).view(len(hidden), 3, -1, self.head_size).unbind(1)
-        query, key, value = (
-            rows.transpose(0, 1).unsqueeze(0) for rows in (_rotated(query, cos, sin), _rotated(key, cos, sin), value)
-        )
+        query, key = (_rotated(rows, *position_embeddings) for rows in (query, key))
+        query, key, value = (rows.transpose(0, 1).unsqueeze(0) for rows in (query, key, value))
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        packed = {} if offsets is None else {"cu_seq_lens_q": offsets, "max_length_q": longest}
-        mixed = attend(self, query, key, value, None, scaling=self.head_size**-0.5, is_causal=False, **packed)[0]
+        packed = {} if cu_seqlens is None else {"cu_seq_lens_q": cu_seqlens, "max_length_q": max_seqlen}
+        mixed = attend(self, query, key, value, None, scaling=self.scaling, is_causal=False, **packed)[0]
         return self.wo(mixed.view(len(hidden), -1))  # type: ignore[no-any-return]
 
 
 def _rotated(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The first and second half of each head are the two coordinates that turn."""
     first, second = rows.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(rows.dtype)
+    turned = torch.cat([-second, first], dim=-1)
+    return (rows * cos.unsqueeze(1) + turned * sin.unsqueeze(1)).to(rows.dtype)
 
 
 class Mlp(nn.Module):
@@ -126,9 +132,11 @@ class Block(nn.Module):
         self.norm2 = RMSNorm(config.hidden_size)
         self.mlp = Mlp(config.hidden_size, config.intermediate_size)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, offsets: Tensor | None, longest: int) -> Tensor:
+    def forward(
+        self, hidden: Tensor, cu_seqlens: Tensor | None, position_embeddings: tuple[Tensor, Tensor], max_seqlen: int
+    ) -> Tensor:
         """As `Attention.forward`."""
-        hidden = hidden + self.attn(self.norm1(hidden), cos, sin, offsets, longest)
+        hidden = hidden + self.attn(self.norm1(hidden), cu_seqlens, position_embeddings, max_seqlen)
         return hidden + self.mlp(self.norm2(hidden))  # type: ignore[no-any-return]
 
 
@@ -158,14 +166,14 @@ class VisionTower(OwnModel):
         self.post_init()
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of each patch's turns, float32 `(patches, 1, head_size / 2)`.
+        """Cosine and sine of each patch's turns, float32 `(patches, head_size)`: for both halves of a head alike.
 
         Args:
             positions: row and column of each patch, integers `(patches, 2)`.
         """
         turned = self.config.hidden_size // self.config.num_attention_heads // 2
         steps = torch.arange(0, turned, 2, dtype=torch.float32, device=positions.device)
-        turns = (positions.float().unsqueeze(-1) / self.config.rope_theta ** (steps / turned)).flatten(1).unsqueeze(1)
+        turns = (positions.float().unsqueeze(-1) / self.config.rope_theta ** (steps / turned)).flatten(1).repeat(1, 2)
         return turns.cos(), turns.sin()
 
     def forward(self, patches: Tensor, positions: Tensor, offsets: Tensor | None = None, longest: int = 0) -> Tensor:
@@ -178,9 +186,9 @@ class VisionTower(OwnModel):
             longest: at least the patches of the largest image.
         """
         hidden = self.patch_embed(patches)
-        cos, sin = self.angles(positions)
+        angles = self.angles(positions)
         for block in self.blocks:
-            hidden = block(hidden, cos, sin, offsets, longest)
+            hidden = block(hidden, cu_seqlens=offsets, position_embeddings=angles, max_seqlen=longest)
         return self.norm(hidden)  # type: ignore[no-any-return]
 
 

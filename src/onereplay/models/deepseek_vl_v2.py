@@ -120,7 +120,9 @@ class Attention(nn.Module):
     def __init__(self, config: VisionEncoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.num_heads = config.heads
         self.head_size = config.width // config.heads
+        self.scaling = self.head_size**-0.5
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
 
@@ -129,7 +131,7 @@ class Attention(nn.Module):
         shape = (*hidden.shape[:2], 3, -1, self.head_size)
         query, key, value = self.qkv(hidden).view(shape).permute(2, 0, 3, 1, 4).unbind(0)
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        mixed = attend(self, query, key, value, None, scaling=self.head_size**-0.5, is_causal=False)[0]
+        mixed = attend(self, query, key, value, None, scaling=self.scaling, is_causal=False)[0]
         return self.proj(mixed.flatten(2))  # type: ignore[no-any-return]
 
 

@@ -19,7 +19,7 @@ to `compiled_blocks`.
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,10 +48,11 @@ class _Parts:
     projections: tuple[nn.Linear, ...]
     """Query, key and value in one, or each."""
     out: nn.Linear
-    gate: nn.Linear | None
-    up: nn.Linear
+    rising: tuple[nn.Linear, ...]
+    """Of the MLP: up; gate and up; or one layer of gate and up, if `gated`."""
     down: nn.Linear
-    activation: nn.Module
+    activation: nn.Module | str
+    gated: bool = False
     scales: tuple[Tensor, Tensor] | None = None
     """Of the branches, where the block has layer scale."""
     second: str = "attention_mask"
@@ -62,7 +63,8 @@ def fused_blocks(blocks: Iterable[nn.Module], storage: Storage) -> dict[nn.Modul
     """A fused `forward` for each block that is recognised."""
     found: dict[nn.Module, Callable[..., Any]] = {}
     for block in blocks:
-        parts_of = _RECOGNISED.get(type(block).__name__)
+        kind = type(block)
+        parts_of = _RECOGNISED.get(kind.__name__) or _RECOGNISED.get(f"{kind.__module__}.{kind.__name__}")
         parts = parts_of(block) if parts_of is not None else None
         if parts is not None and _activation_name(parts.activation) and all(map(_norm_of, parts.norms)):
             found[block] = _Fused(parts, storage).forward
@@ -85,24 +87,24 @@ class _Fused:
 
     def __init__(self, parts: _Parts, storage: Storage) -> None:
         self._parts = parts
-        self._heads = int(parts.attention.num_heads)
-        self._scale = float(getattr(parts.attention, "scaling", None) or parts.attention.scale)
+        attention = parts.attention
+        self._heads = int(getattr(attention, "num_heads", None) or attention.num_attention_heads)
+        self._scale = float(getattr(attention, "scaling", None) or attention.scale)
         self._kind = _activation_name(parts.activation)
         self._qkv, self._qkv_bias = _stacked(parts.projections, storage, None)
         self._gate_up, self._gate_up_bias, self._width, self._down = self._mlp_weights(storage)
 
     def _mlp_weights(self, storage: Storage) -> tuple[Tensor, Tensor | None, int, Tensor]:
-        parts = self._parts
-        if parts.gate is None:
-            return parts.up.weight, parts.up.bias, parts.up.out_features, parts.down.weight
-        width = round_up(parts.up.out_features, ALIGNMENT)
-        weight, bias = _stacked((parts.gate, parts.up), storage, width)
-        down = parts.down.weight
+        first, down = self._parts.rising[0], self._parts.down.weight
+        if len(self._parts.rising) == 1:
+            return first.weight, first.bias, down.shape[1], down
+        width = round_up(first.out_features, ALIGNMENT)
+        weight, bias = _stacked(self._parts.rising, storage, width)
         return weight, bias, width, down if width == down.shape[1] else storage.pad(down, (len(down), width))
 
     def forward(self, hidden_states: Tensor, second: Tensor | None = None, **others: Any) -> Tensor:
         """As the stock block's: `(..., rows, width)`. Changes its input in place."""
-        parts, arguments = self._parts, {self._parts.second: second} | others
+        parts, arguments = self._parts, _arguments({self._parts.second: second} | others)
         first_norm, second_norm = map(_norm_of, parts.norms)
         scales = parts.scales or (None, None)
         biases: tuple[Tensor | None, Tensor | None] = parts.out.bias, parts.down.bias
@@ -159,7 +161,7 @@ class _Fused:
     def _risen(self, normed: Tensor) -> tuple[Tensor, ...]:
         """Up, or gate and up, before the activation: `(rows, inner width)` each."""
         weight, width = self._gate_up, self._width
-        if self._parts.gate is None:
+        if not self._parts.gated:
             bias = self._bias_in_product(normed)
             if bias is not None:
                 return (torch._addmm_activation(bias, normed, weight.t(), use_gelu=True),)
@@ -182,6 +184,23 @@ class _Fused:
     def _bias_in_product(self, rows: Tensor) -> Tensor | None:
         """The bias of up, where cuBLAS adds it and applies GELU by tanh on the way out of the product."""
         return self._gate_up_bias if self._kind == "gelu_tanh" and rows.is_cuda else None
+
+
+_NAMES = {"cu_seq_lens_q": "cu_seqlens", "max_length_q": "max_seqlen"}
+_KNOWN = {"attention_mask", "cu_seqlens", "max_seqlen", "position_embeddings"}
+
+
+def _arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a block was handed, under one set of names.
+
+    Raises:
+        TypeError: something that a fused block would not obey.
+    """
+    arguments = {_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+    unknown = sorted(name for name in arguments.keys() - _KNOWN if arguments[name] is not False)
+    if unknown:
+        raise TypeError(f"a fused block takes no {', '.join(unknown)}; leave fused_blocks out of optimize")
+    return arguments
 
 
 def _stacked(parts: tuple[nn.Linear, ...], storage: Storage, rows: int | None) -> tuple[Tensor, Tensor | None]:
@@ -224,6 +243,8 @@ _ACTIVATIONS = {
 
 def _activation_name(module: Any) -> str:
     """The kind of `kernels.ACTIVATIONS` that a module is; empty if none."""
+    if isinstance(module, str):
+        return module
     if isinstance(module, nn.GELU):
         return "gelu_tanh" if module.approximate == "tanh" else "gelu"
     return _ACTIVATIONS.get(type(module).__name__, "")
@@ -232,35 +253,89 @@ def _activation_name(module: Any) -> str:
 def _qwen(block: Any) -> _Parts:
     """Blocks of the Qwen line: `attn.qkv`, `attn.proj`, an MLP of three or two layers under one of several names."""
     mlp = block.mlp
-    gate, up, down = next(names for names in _QWEN_MLPS if hasattr(mlp, names[-1]))
+    names = next(names for names in _QWEN_MLPS if hasattr(mlp, names[-1]))
     return _Parts(
         norms=(block.norm1, block.norm2),
         attention=block.attn,
         projections=(block.attn.qkv,),
         out=block.attn.proj,
-        gate=getattr(mlp, gate, None),
-        up=getattr(mlp, up),
-        down=getattr(mlp, down),
+        rising=tuple(getattr(mlp, name) for name in names[:-1]),
+        down=getattr(mlp, names[-1]),
         activation=mlp.act_fn if hasattr(mlp, "act_fn") else mlp.act,
+        gated=len(names) == 3,
         second="cu_seqlens",
     )
 
 
-_QWEN_MLPS = (("gate_proj", "up_proj", "down_proj"), ("", "linear_fc1", "linear_fc2"), ("", "fc1", "fc2"))
+_QWEN_MLPS = (("gate_proj", "up_proj", "down_proj"), ("linear_fc1", "linear_fc2"), ("fc1", "fc2"))
 
 
 def _siglip(block: Any) -> _Parts:
     """Encoder layers in the form of CLIP."""
     attention = block.self_attn
+    separate = () if hasattr(attention, "qkv_proj") else (attention.q_proj, attention.k_proj, attention.v_proj)
     return _Parts(
         norms=(block.layer_norm1, block.layer_norm2),
         attention=attention,
-        projections=(attention.q_proj, attention.k_proj, attention.v_proj),
+        projections=separate or (attention.qkv_proj,),
         out=attention.out_proj,
-        gate=None,
-        up=block.mlp.fc1,
+        rising=(block.mlp.fc1,),
         down=block.mlp.fc2,
         activation=block.mlp.activation_fn,
+    )
+
+
+def _paddleocr(block: Any) -> _Parts:
+    """The same, handed cumulative lengths."""
+    return replace(_siglip(block), second="cu_seqlens")
+
+
+def _pixtral(block: Any) -> _Parts:
+    """Pixtral: a gated MLP, no biases."""
+    attention, mlp = block.attention, block.feed_forward
+    return _Parts(
+        norms=(block.attention_norm, block.ffn_norm),
+        attention=attention,
+        projections=(attention.q_proj, attention.k_proj, attention.v_proj),
+        out=attention.o_proj,
+        rising=(mlp.gate_proj, mlp.up_proj),
+        down=mlp.down_proj,
+        activation=mlp.act_fn,
+        gated=True,
+    )
+
+
+def _deepseek_v41(block: Any) -> _Parts:
+    """DeepSeek-V4.1: gate and up are one layer."""
+    return _Parts(
+        norms=(block.norm1, block.norm2),
+        attention=block.attn,
+        projections=(block.attn.wqkv,),
+        out=block.attn.wo,
+        rising=(block.mlp.w1,),
+        down=block.mlp.w2,
+        activation="silu",
+        gated=True,
+        second="cu_seqlens",
+    )
+
+
+def _dinov2(block: Any) -> _Parts | None:
+    """DINOv2 with layer scale, under the names of 5.17 or 5.24; the giant one has another MLP and is left out."""
+    nested = hasattr(block.attention, "attention")
+    attention = block.attention.attention if nested else block.attention
+    names = ("query", "key", "value") if nested else ("q_proj", "k_proj", "v_proj")
+    if not hasattr(block.mlp, "fc1"):
+        return None
+    return _Parts(
+        norms=(block.norm1, block.norm2),
+        attention=attention,
+        projections=tuple(getattr(attention, name) for name in names),
+        out=block.attention.output.dense if nested else attention.o_proj,
+        rising=(block.mlp.fc1,),
+        down=block.mlp.fc2,
+        activation=block.mlp.activation if hasattr(block.mlp, "activation") else block.mlp.activation_fn,
+        scales=(block.layer_scale1.lambda1, block.layer_scale2.lambda1),
     )
 
 
@@ -274,8 +349,7 @@ def _internvl(block: Any) -> _Parts | None:
         attention=attention,
         projections=(attention.q_proj, attention.k_proj, attention.v_proj),
         out=attention.projection_layer,
-        gate=None,
-        up=block.mlp.fc1,
+        rising=(block.mlp.fc1,),
         down=block.mlp.fc2,
         activation=block.mlp.activation_fn,
         scales=(block.lambda_1, block.lambda_2),
@@ -305,8 +379,15 @@ _RECOGNISED: Mapping[str, Callable[[Any], _Parts | None]] = {
             "Idefics3EncoderLayer",
             "SmolVLMEncoderLayer",
             "MiniMaxM3VLVisionEncoderLayer",
+            "MiniCPMV4_6VisionEncoderLayer",
+            "onereplay.models.deepseek_ocr.Layer",
         ),
         _siglip,
     ),
+    "onereplay.models.deepseek_vl_v2.Block": _qwen,
+    "onereplay.models.deepseek_v41.Block": _deepseek_v41,
+    "PaddleOCRVisionEncoderLayer": _paddleocr,
+    "PixtralAttentionLayer": _pixtral,
+    "Dinov2Layer": _dinov2,
     "InternVLVisionLayer": _internvl,
 }
