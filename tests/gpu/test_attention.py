@@ -14,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from onereplay.attention import resolve_backend, varlen_attention
 from onereplay.attention.backends import FA4_MIN_SEQLEN, HEAD_SIZES, SHORT_MAX_SEQLEN, fa4_installed
-from onereplay.attention.short import short_attention
 from onereplay.checking import HALF_RATIO
 from onereplay.errors import ConfigError, MissingDependencyError
 from onereplay.optimize import kernels
@@ -100,6 +99,8 @@ def test_short_attention_rotates_as_the_rotary_embedding_does(size: int, rotated
     q, k, v = heads(sum(SHORT), 4, 4, size)
     angles = torch.rand(sum(SHORT), rotated // 2, device="cuda") * 6
     cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
+    from onereplay.attention.short import short_attention  # needs Triton
+
     found = short_attention(q, k, v, offsets(SHORT), size**-0.5, (cos, sin))
     for part in (q, k):
         kernels.rotate(part, cos, sin)
