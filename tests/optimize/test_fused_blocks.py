@@ -3,6 +3,7 @@
 Tolerance: float32, sums in another order; see `onereplay.checking`.
 """
 
+import gc
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from onereplay.adapters.base import share_weights
 from onereplay.errors import ConfigError
 from onereplay.geometry import Grid
 from onereplay.optimize import Rewritten, choose
+from onereplay.optimize import storage as storage_module
 from onereplay.optimize.storage import Storage
 from tests.optimize.test_rewrites import CUDA, close, encoded, model_of
 
@@ -190,3 +192,58 @@ def test_weights_that_moved_since_are_joined_anew() -> None:
 def test_fused_blocks_are_refused_in_a_trace_on_a_cuda_device() -> None:
     with pytest.raises(ConfigError, match="fused_blocks' runs kernels that no trace can hold"):
         choose(("fused_blocks",), CUDA, "traced")
+
+
+class Doubled(torch.nn.Linear):
+    """A layer of somebody else's."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(rows)
+
+
+@pytest.mark.parametrize("name", ["attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.down_proj"])
+@pytest.mark.parametrize("how", ["subclass", "forward", "parametrization"])
+def test_what_somebody_put_into_a_block_counts(name: str, how: str) -> None:
+    """A rewrite that reads the weights alone would pass over it."""
+    model = model_of("qwen2_5_vl", intermediate_size=100)
+    layer = model.visual.blocks[0].get_submodule(name)
+    if how == "subclass":
+        layer.__class__ = Doubled
+    elif how == "forward":
+        layer.forward = lambda rows: 2 * torch.nn.functional.linear(rows, layer.weight, layer.bias)
+    else:
+        torch.nn.utils.parametrizations.weight_norm(layer)
+        layer.parametrizations.weight.original0.data.mul_(2)
+    found, expected = encoded(model, ("aligned_mlp", "fused_blocks"), [Grid(1, 8, 12)])
+    assert close(found, expected)
+
+
+def test_an_encoder_that_is_refused_leaves_the_weights_of_the_other_where_they_are() -> None:
+    query, key = (torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+    first, second = Storage(), Storage()
+    first.stack([query, key])
+    joined = second.stack([query, key], rows=6)
+    first.release()
+    assert query.data_ptr() == joined.data_ptr()
+
+
+def test_rewrites_that_nobody_restored_give_the_weights_back_when_they_are_collected() -> None:
+    model = model_of("qwen2_5_vl", intermediate_size=100)
+    rewritten = Rewritten([share_weights(model)], ["fused_blocks"], blocks_of(model))
+    down = model.visual.blocks[0].mlp.down_proj.weight
+    assert rewritten.forwards or not down.is_contiguous()
+    del rewritten
+    gc.collect()
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in model.state_dict().values())
+
+
+def test_a_release_in_the_middle_of_another_join_waits_for_the_next() -> None:
+    """As of a finalizer that the garbage collector runs there."""
+    query, key = (torch.nn.Parameter(torch.randn(4, 3)) for _ in range(2))
+    first, second = Storage(), Storage()
+    joined = first.stack([query, key])
+    with storage_module._lock:
+        first.release_if_free()
+    assert query.data_ptr() == joined.data_ptr()
+    second.pad(torch.nn.Parameter(torch.randn(2)), (4,))
+    assert query.data_ptr() != joined.data_ptr()

@@ -12,6 +12,7 @@ weights: a call of the stock model runs the stock code.
 | `compiled_blocks` | any other block: `torch.compile`, once for all budgets; CUDA graphs only |
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,7 @@ class Rewritten:
         self.names = tuple(names)
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._storage = Storage()
+        weakref.finalize(self, self._storage.release_if_free).atexit = False  # an encoder that nobody closed
         modules, blocks = [module for root in roots for module in root.modules()], list(blocks)
         if "patch_embedding" in names:
             self._replace(patch_embedding(modules))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from onereplay.core.budgets import round_up
+from onereplay.optimize.stock import is_stock
 from onereplay.optimize.storage import Storage
 
 ALIGNMENT = 64
@@ -31,8 +32,10 @@ def aligned_mlp(modules: Iterable[nn.Module], storage: Storage) -> dict[nn.Modul
 
 
 def _is_misaligned(module: Any) -> bool:
-    parts = [getattr(module, name, None) for name in _PARTS]
+    parts: list[Any] = [getattr(module, name, None) for name in _PARTS]
     if not all(isinstance(part, nn.Linear) and part.weight.is_floating_point() for part in parts):
+        return False
+    if not is_stock(module, *parts):
         return False
     others = {name for name, _ in module.named_children()} - {*_PARTS, "act_fn"}
     return hasattr(module, "act_fn") and not others and bool(module.gate_proj.out_features % ALIGNMENT)

@@ -30,6 +30,7 @@ from onereplay.attention import resolve_backend, varlen_attention
 from onereplay.attention.interface import attention_forward, backend_of, offsets_of
 from onereplay.core.budgets import round_up
 from onereplay.optimize import kernels
+from onereplay.optimize.stock import is_stock
 from onereplay.optimize.storage import Storage
 
 ALIGNMENT = 64
@@ -66,14 +67,16 @@ def fused_blocks(blocks: Iterable[nn.Module], storage: Storage) -> dict[nn.Modul
         kind = type(block)
         parts_of = _RECOGNISED.get(kind.__name__) or _RECOGNISED.get(f"{kind.__module__}.{kind.__name__}")
         parts = parts_of(block) if parts_of is not None else None
-        if parts is not None and _activation_name(parts.activation) and all(map(_norm_of, parts.norms)):
+        if parts is None or not is_stock(block, *parts.projections, parts.out, *parts.rising, parts.down):
+            continue
+        if _activation_name(parts.activation) and all(map(_norm_of, parts.norms)):
             found[block] = _Fused(parts, storage).forward
     return found
 
 
 def fused_norms(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     """A `forward` in one kernel for each root-mean-square norm that stands alone: transformers' own are seven."""
-    return {module: functools.partial(_normed, module) for module in modules if _is_rms(module)}
+    return {module: functools.partial(_normed, module) for module in modules if _is_rms(module) and is_stock(module)}
 
 
 def _normed(module: Any, hidden_states: Tensor) -> Tensor:

@@ -11,13 +11,15 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from onereplay.optimize.stock import is_stock
+
 
 def patch_embedding(modules: Iterable[nn.Module]) -> dict[nn.Module, Callable[..., Any]]:
     """Replacements for modules that embed rows of patches through a `proj` of `Conv3d`."""
     found: dict[nn.Module, Callable[..., Any]] = {}
     for module in modules:
         proj = getattr(module, "proj", None)
-        if isinstance(proj, nn.Conv3d) and proj.kernel_size == proj.stride and proj.groups == 1:
+        if isinstance(proj, nn.Conv3d) and proj.kernel_size == proj.stride and proj.groups == 1 and is_stock(module):
             found[module] = functools.partial(_forward, proj)
     return found
 

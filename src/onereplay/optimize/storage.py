@@ -6,6 +6,7 @@ one that releases it gives the parameters dense storage of their own again. Valu
 """
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Storage:
     """What one set of rewrites has joined."""
 
     def __init__(self) -> None:
-        self._taken: list[Tensor] = []
+        self._taken: list[_Joined] = []
         self._marks: list[tuple[nn.Module, str]] = []
 
     def join(self, parameters: Sequence[Tensor], places: Sequence[Place], shape: tuple[int, ...]) -> Tensor:
@@ -54,6 +55,8 @@ class Storage:
         """
         first = parameters[0]
         with _lock, torch.inference_mode(False), torch.no_grad():
+            while _left:
+                _left.popleft()._give_back()
             known: _Joined | None = _joined.get(first)
             if known is None or not known.holds(parameters, places, shape):
                 tensor = torch.zeros(shape, dtype=first.dtype, device=first.device)
@@ -62,7 +65,7 @@ class Storage:
                     parameter.data = tensor[place]
                 known = _joined[first] = _Joined(tensor, tuple(parameters))
             known.users += 1
-            self._taken.append(first)
+            self._taken.append(known)
             return known.tensor
 
     def stack(self, parameters: Sequence[Tensor], rows: int | None = None) -> Tensor:
@@ -86,16 +89,32 @@ class Storage:
 
     def release(self) -> None:
         """Give all of it back."""
+        with _lock:
+            self._give_back()
+
+    def release_if_free(self) -> None:
+        """The same from a finalizer, which may run in the middle of what holds the lock: then the next one does it."""
+        if _lock.acquire(blocking=False):
+            try:
+                self._give_back()
+            finally:
+                _lock.release()
+        else:
+            _left.append(self)
+
+    def _give_back(self) -> None:
         for module, name in self._marks:
             module.__dict__.pop(name, None)
-        with _lock, torch.inference_mode(False), torch.no_grad():
-            for first in self._taken:
-                known: _Joined | None = _joined.get(first)
-                if known is None:
-                    continue
+        with torch.inference_mode(False), torch.no_grad():
+            for known in self._taken:
                 known.users -= 1
-                if not known.users:
-                    del _joined[first]
+                # Another encoder may have joined the parameters otherwise since: what is its own stays as it is.
+                if not known.users and _joined.get(known.parameters[0]) is known:
+                    del _joined[known.parameters[0]]
                     for parameter in known.parameters:
                         parameter.data = parameter.data.clone(memory_format=torch.contiguous_format)
         self._taken, self._marks = [], []
+
+
+_left: deque[Storage] = deque()
+"""What finalizers could not give back at once."""
