@@ -4,6 +4,7 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onereplay import EncoderCudaGraphConfig
+from onereplay.bench import profile as profile_module
 from onereplay.bench.dispatch import half_octave_budgets
 from onereplay.bench.grids import GRIDS, default_grid, steps_grid, studied_levels
 from onereplay.bench.inputs import num_tokens
@@ -226,3 +228,13 @@ def test_a_file_that_is_absent_or_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
     with pytest.raises(ConfigError, match="is no profile"):
         read_profile(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("eager_ms", float("nan")), ("eager_ms", 0), ("replay_ms", -5.0), ("replay_ms", "abc"), ("tokens", 64.5)],
+)
+def test_a_profile_with_a_time_that_no_clock_gives_is_refused(field: str, value: object) -> None:
+    times: dict[str, object] = {"tokens": 64, "eager_ms": 2.0, "replay_ms": 1.0, field: value}
+    with pytest.raises(ConfigError, match=f"{field}="):
+        profile_module._assert_measured(SimpleNamespace(**times), "a profile")  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import functools
 import gc
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -213,11 +214,26 @@ class Profile:
             found = cls(**fields, paths=paths, capture=capture, card=None if where is None else Card(**where))
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{origin} is a damaged profile ({error!s:.120}); measure it again") from error
+        if not found.paths:
+            raise ConfigError(f"{origin} is a damaged profile (no paths); measure it again")
         for name, times in found.paths.items():
+            for point in times.points:
+                _assert_measured(point, f"{origin}: path {name!r}")
             counts = [point.tokens for point in times.points]
             if not counts or counts != sorted(set(counts)) or all(p.replay_ms is None for p in times.points):
                 raise ConfigError(f"{origin}: path {name!r} has counts {counts!s:.80}; they must ascend, with a replay")
         return found
+
+
+def _assert_measured(point: "Point", where: str) -> None:
+    """Whole tokens above zero, and times that a clock can give."""
+    times = {"eager_ms": point.eager_ms, "replay_ms": point.replay_ms}
+    if isinstance(point.tokens, bool) or not isinstance(point.tokens, int) or point.tokens < 1:
+        raise ConfigError(f"{where} has tokens={point.tokens!r}; it must be a positive integer, measure it again")
+    for name, value in times.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+        if not number and not (name == "replay_ms" and value is None):
+            raise ConfigError(f"{where} has {name}={value!r} at {point.tokens} tokens; measure it again")
 
 
 def _path_times(data: Mapping[str, Any]) -> PathTimes:

@@ -47,7 +47,7 @@ _CONFIG_FLAGS: Mapping[str, tuple[str, str]] = {
     "token_budgets": ("N,N,...", "Budgets in place of the grid that `onereplay budgets` prints."),
     "max_items_per_batch": ("N", "A bound on the whole batch, 64 by default; a batch with more items runs eagerly."),
     "max_frames_per_batch": ("N", "Frames that a captured graph has room for; as many as items by default."),
-    "attention": ("NAME", "auto, fa2, fa4 or reference."),
+    "attention": ("NAME", "auto, short, fa2, fa4 or reference."),
     "backend": ("NAME", "auto, cuda or traced."),
     "optimize": ("NAME,...", "Exact rewrites by name; auto is all under CUDA graphs and none elsewhere."),
     "features": ("NAME", "Of a tower that embeds images: embedding (auto) or rows."),
