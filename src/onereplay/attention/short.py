@@ -1,8 +1,9 @@
 """Attention of many short sequences, in Triton: all rows of a sequence and a head in one program.
 
-FlashAttention works on blocks of 128 queries; a window of 64 patches leaves half of each idle. Here one program loads
-query, key and value of a whole sequence, rotates the first two if asked to, and writes the result: each value of the
-input is read once and nothing else touches memory, so the time is that of a copy.
+One program loads query, key and value of a whole sequence, rotates the first two if asked to, and writes the result:
+rotary embedding costs no pass of its own. It is not at the memory bound: an H200 takes 118 us for 320 windows of 64
+rows with 16 heads of 80, rotation included, where a copy of as many bytes takes some 50. FlashAttention 2 takes 121 us
+without the rotation, which is another 55.
 """
 
 import torch
